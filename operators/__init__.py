@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._imports import lazy_names, require_installed
+from raysgd.core.imports import lazy_names, require_installed
 
 require_installed("torch", extra="torch", purpose="`raysgd.operators`")
 

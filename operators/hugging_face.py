@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import default_collate
 
-from raysgd._synonyms import CONFIG, instead_of
+from raysgd.core.synonyms import CONFIG, instead_of
 from raysgd.operators import options
 from raysgd.operators.supervised import SupervisedOperator
 from raysgd.torch import TrainingOperator

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raysgd._imports import require
+from raysgd.core.imports import require
 from raysgd.operators.supervised import MeasuredOperator
 from raysgd.torch.data.batches import call, prediction
 

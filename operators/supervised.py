@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raysgd._synonyms import CONFIG, instead_of
+from raysgd.core.synonyms import CONFIG, instead_of
 from raysgd.operators import options
 from raysgd.operators.loaders import make_loaders, seeded
 from raysgd.torch import TrainingOperator

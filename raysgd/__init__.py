@@ -16,22 +16,22 @@ import warnings
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from raysgd._imports import lazy_names
-from raysgd._text import log_lines
 from raysgd._version import __version__
+from raysgd.core.imports import lazy_names
+from raysgd.core.text import log_lines
 
 if TYPE_CHECKING:
+    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.status import TrainerStatus
+    from raysgd.core.history.history import CallRecord, History
     from raysgd.detached.cluster import attach, detached_trainers
     from raysgd.detached.protocol import Detached
-    from raysgd.engine.shared.group_events import GroupEvent
-    from raysgd.engine.status import TrainerStatus
     from raysgd.exceptions import Preempted
-    from raysgd.history.history import CallRecord, History
-    from raysgd.messages.recovery import Recovery
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.creator_operator import CreatorOperator
     from raysgd.torch.torch_trainer import TorchTrainer
     from raysgd.torch.training_operator import TrainingOperator
+    from raysgd.trainer.configuration.recovery import Recovery
 
     from . import air, callbacks, data, exceptions, operators, storage, testing, tf, torch, train, tune, utils  # noqa: F401
 
@@ -62,11 +62,11 @@ lazy_names(
         "CreatorOperator": "raysgd.torch.creator_operator",
         "Detached": "raysgd.detached.protocol",
         "Preempted": "raysgd.exceptions",
-        "Recovery": "raysgd.messages.recovery",
-        "CallRecord": "raysgd.history.history",
-        "History": "raysgd.history.history",
-        "GroupEvent": "raysgd.engine.shared.group_events",
-        "TrainerStatus": "raysgd.engine.status",
+        "Recovery": "raysgd.trainer.configuration.recovery",
+        "CallRecord": "raysgd.core.history.history",
+        "History": "raysgd.core.history.history",
+        "GroupEvent": "raysgd.core.engine.shared.group_events",
+        "TrainerStatus": "raysgd.core.engine.status",
         "attach": "raysgd.detached.cluster",
         "detached_trainers": "raysgd.detached.cluster",
     },

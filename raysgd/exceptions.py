@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-from raysgd._text.frames import shows_all_frames, with_code
-from raysgd._text.log_lines import named
+from raysgd.core.text.frames import shows_all_frames, with_code
+from raysgd.core.text.log_lines import named
 
 _MOST_NODES = 8
 _MOST_FAULTS = 3

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import Any, TypeVar
 
-from raysgd._numbers.meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
-from raysgd._numbers.timers import TimerCollection, TimerStat
+from raysgd.core.numbers.meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
+from raysgd.core.numbers.timers import TimerCollection, TimerStat
 
 __all__ = [
     "BATCH_COUNT",

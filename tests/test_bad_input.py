@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from raysgd import Recovery
-from raysgd import _arguments as checks
 from raysgd.callbacks import Checkpointing, EarlyStopping
-from raysgd.engine.platform import Platform
+from raysgd.core import arguments as checks
+from raysgd.core.engine.platform import Platform
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.driver import arguments

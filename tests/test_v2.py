@@ -11,7 +11,7 @@ import raysgd.train.callbacks
 import raysgd.v2
 import raysgd.v2.callbacks
 from raysgd import train
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import MissingFrameworkError
 from raysgd.train import CheckpointStrategy
 from raysgd.train._worker.function_replica import FunctionReplica

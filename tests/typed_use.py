@@ -18,9 +18,9 @@ from typing_extensions import assert_type
 
 import raysgd
 from raysgd import TFTrainer, TorchTrainer, TrainingOperator, train
-from raysgd._numbers.results import Metrics
 from raysgd.callbacks import Callback, Checkpointing, EarlyStopping, Run, WorkerCallback
-from raysgd.history.history import History
+from raysgd.core.history.history import History
+from raysgd.core.numbers.results import Metrics
 from raysgd.operators import ClassificationOperator
 from raysgd.tf import TrainingOperator as TFOperator
 from raysgd.train import RunConfig, ScalingConfig, Trainer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raysgd.arrays.division import Division, ShardedGlobalBatch
+from raysgd.core.arrays.division import Division, ShardedGlobalBatch
 
 FOLDER = Path(__file__).parent
 JOINT_SIZE, CAP = 18, 4

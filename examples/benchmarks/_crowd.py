@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raysgd._numbers.meters import MetricSummary
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.group import WorkerGroup
-from raysgd.engine.placement import Reservation, Slot
-from raysgd.engine.platform import Platform
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.connection import Connection, NoConnection
-from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.replica import Capture
-from raysgd.engine.shared.time_spent import TimeSpent
-from raysgd.engine.shared.types import ClusterView, Heartbeat, NodeView, ReplicaProgress, StateHandover, World
-from raysgd.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
-from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.placement import Reservation, Slot
+from raysgd.core.engine.platform import Platform
+from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.connection import Connection, NoConnection
+from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.time_spent import TimeSpent
+from raysgd.core.engine.shared.types import ClusterView, Heartbeat, NodeView, ReplicaProgress, StateHandover, World
+from raysgd.core.engine.worker import RemoteWorker, WorkerAnswer, WorkerProcess
+from raysgd.core.numbers.meters import MetricSummary
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 NUM_HOSTS = 2
 REQUEST = EpochRequest(num_steps=1, info={}, profile=False, seed=0)

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed  # noqa: F401 - before the fork, so that no process imports it again
 from _network import Node
 
-from raysgd.connections.torch import TorchConnection
-from raysgd.engine.shared.types import LOOPBACK, Rendezvous, World
+from raysgd.core.connections.torch import TorchConnection
+from raysgd.core.engine.shared.types import LOOPBACK, Rendezvous, World
 
 _TIMEOUT_S = 600.0
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import TrainingOperator
-from raysgd._state.state_codec import StateEncoder
+from raysgd.core.state.state_codec import StateEncoder
 
 if TYPE_CHECKING:  # workers load this module, and need no trainer
     from raysgd import TorchTrainer

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback, Run, WorkerCallback
-from raysgd.worker.ledger import Ledger
+from raysgd.trainer.worker.ledger import Ledger
 
 NUM_STEPS, SMOKE_NUM_STEPS = 1000, 20
 NUM_EPOCHS, SMOKE_NUM_EPOCHS = 15, 2

@@ -32,9 +32,9 @@ from _common import OWN, Report, Target, choose_peers, dispatch, make_parser, ru
 from _network import DEVICE, Node, network
 from _ranks import on_ranks
 
-from raysgd._numbers.meters import AverageMeterCollection
-from raysgd.connections.torch import exchanges_at_once
-from raysgd.worker.data.rank_rows import RowExchange
+from raysgd.core.connections.torch import exchanges_at_once
+from raysgd.core.numbers.meters import AverageMeterCollection
+from raysgd.trainer.worker.data.rank_rows import RowExchange
 
 PEERS = {"gloo": "torch"}
 WITH_ROWS = "raysgd_with_rows"

@@ -165,7 +165,7 @@ class Numbers(Stream):
 
 def open_middle(folder: str | None, num_shards: int, rows_per_shard: int) -> dict[str, float]:
     """From a position in the middle to its first batch."""
-    from raysgd.arrays.division import Division
+    from raysgd.core.arrays.division import Division
     from raysgd.streams.lanes import NUM_LANES
     from raysgd.streams.source import stream_data
     from raysgd.torch.data.batch_streams import DrawnItem

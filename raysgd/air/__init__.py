@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._imports import lazy_names
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig, DatasetConfig, FailureConfig, RunConfig, ScalingConfig, SyncConfig
+from raysgd.core.imports import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.air.result import Result

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raysgd._private_names import find_name
-from raysgd._text.log_lines import Once
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import UploadOptions
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
+from raysgd.core.private_names import find_name
+from raysgd.core.text.log_lines import Once
 from raysgd.storage import Folder
 
 if TYPE_CHECKING:

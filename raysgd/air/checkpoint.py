@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd._text.secrets import masked
 from raysgd.air._contents import (
     DICT_FILE,
     META_SUFFIX,
@@ -24,6 +23,7 @@ from raysgd.air._contents import (
     FolderContent,
 )
 from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
+from raysgd.core.text.secrets import masked
 
 if TYPE_CHECKING:
     import ray

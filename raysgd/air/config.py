@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._arguments import (
+from raysgd.air.constants import WILDCARD_KEY
+from raysgd.core.arguments import (
     MAX_WORKERS,
     accelerator,
     check_amount,
@@ -21,9 +22,8 @@ from raysgd._arguments import (
     is_number,
     refuse_text,
 )
-from raysgd._numbers.ranking import MAX, MIN
-from raysgd._text.secrets import masked
-from raysgd.air.constants import WILDCARD_KEY
+from raysgd.core.numbers.ranking import MAX, MIN
+from raysgd.core.text.secrets import masked
 from raysgd.exceptions import InvalidCountError
 from raysgd.storage import open_folder
 

@@ -8,10 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._imports import require
-from raysgd._numbers.metric_names import flattened, value_at
-from raysgd._numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
-from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import (
     ERROR_FILE,
@@ -20,7 +16,11 @@ from raysgd.air.constants import (
 )
 from raysgd.air.reports import CHECKPOINT_DIR_NAME
 from raysgd.air.trial import checkpoints_in
-from raysgd.writers.files import report_in
+from raysgd.core.imports import require
+from raysgd.core.numbers.metric_names import flattened, value_at
+from raysgd.core.numbers.ranking import MAX, MIN, BestCheckpoints, SavedCheckpoint, as_score
+from raysgd.core.text.secrets import masked
+from raysgd.core.writers.files import report_in
 
 if TYPE_CHECKING:
     import pandas

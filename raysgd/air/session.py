@@ -20,7 +20,7 @@ from raysgd.air._running import (
     tune_here,
 )
 from raysgd.air.reports import UploadOptions
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 
 if TYPE_CHECKING:
     from raysgd.air.checkpoint import Checkpoint

@@ -6,14 +6,14 @@ What it guarantees:
 * If a callback raises an error, the error names it, the run ends cleanly, and the state of the training is kept.
 * Importing this package loads no framework.
 
-What it leaves to others: when callbacks are called (`raysgd.driver.fit_loop`, `raysgd.train`).
+What it leaves to others: when callbacks are called (`raysgd.trainer.driver.fit_loop`, `raysgd.train`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._imports import lazy_names
+from raysgd.core.imports import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.callbacks.averages import EMA, SWA

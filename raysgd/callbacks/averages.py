@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from raysgd import _arguments as checks
 from raysgd.callbacks.worker_callback import (
     WorkerCallback,
     index_of,
@@ -19,6 +18,7 @@ from raysgd.callbacks.worker_callback import (
     rank_of,
     state_of,
 )
+from raysgd.core import arguments as checks
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd.callbacks.worker_callback import warn_of_unknown_events
-from raysgd.history.history import History
+from raysgd.core.history.history import History
 from raysgd.storage import open_folder
 from raysgd.storage.opening import make_new
 
 if TYPE_CHECKING:
-    from raysgd._numbers.results import CallProgress
-    from raysgd.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.numbers.results import CallProgress
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._synonyms import callback_instead_of
 from raysgd.air.constants import DEFAULT_LOGGERS
 from raysgd.air.reports import OF_PLACE, OF_TRIAL, SHOULD_CHECKPOINT, TRAINING_ITERATION
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.core.synonyms import callback_instead_of
 from raysgd.exceptions import CallbackError, OnFailure
 
 if TYPE_CHECKING:
-    from raysgd._numbers.results import CallProgress
-    from raysgd.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.numbers.results import CallProgress
 
 
 logger = logging.getLogger(__name__)

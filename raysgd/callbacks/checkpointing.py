@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raysgd import _arguments as checks
-from raysgd._numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
-from raysgd._text.secrets import masked
 from raysgd.callbacks import sidecar
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
 from raysgd.callbacks.early_stopping import Mode, WatchedMetric
+from raysgd.core import arguments as checks
+from raysgd.core.numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
+from raysgd.core.text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
 

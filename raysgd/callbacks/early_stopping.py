@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from raysgd import _arguments as checks
-from raysgd._arguments import did_you_mean
-from raysgd._numbers.metric_names import flattened, value_at
-from raysgd._numbers.ranking import MAX, MIN, is_number, mode_of
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import overrides
+from raysgd.core import arguments as checks
+from raysgd.core.arguments import did_you_mean
+from raysgd.core.numbers.metric_names import flattened, value_at
+from raysgd.core.numbers.ranking import MAX, MIN, is_number, mode_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raysgd._arguments import refuse_text
-from raysgd._files import check_path
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
-from raysgd.writers.files import CsvTable, EventFile, JsonLines
-from raysgd.writers.services import CometRun, MLflowRun, ServiceRun, WandbRun
-from raysgd.writers.sink import SafeSink, Sink
+from raysgd.core.arguments import refuse_text
+from raysgd.core.files import check_path
+from raysgd.core.writers.files import CsvTable, EventFile, JsonLines
+from raysgd.core.writers.services import CometRun, MLflowRun, ServiceRun, WandbRun
+from raysgd.core.writers.sink import SafeSink, Sink
 
 _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 

@@ -20,15 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
-from raysgd._imports import require
-from raysgd._text import cards
-from raysgd._text.log_lines import Once
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.history import readable
+from raysgd.core.history import readable
+from raysgd.core.imports import require
+from raysgd.core.text import cards
+from raysgd.core.text.log_lines import Once
 
 if TYPE_CHECKING:
-    from raysgd._numbers.results import CallProgress
-    from raysgd.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.group_events import GroupEvent
+    from raysgd.core.numbers.results import CallProgress
 
 
 logger = logging.getLogger(__name__)

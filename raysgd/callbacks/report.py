@@ -17,20 +17,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._files import check_path, replacing
-from raysgd._text import cards
-from raysgd._text.cards import safe
-from raysgd._text.log_lines import Once
-from raysgd._text.secrets import masked
 from raysgd._version import __version__
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.engine.shared import time_spent
-from raysgd.history import readable
-from raysgd.history.history import History, evenly, plain
-from raysgd.writers.sink import failures_warned
+from raysgd.core.engine.shared import time_spent
+from raysgd.core.files import check_path, replacing
+from raysgd.core.history import readable
+from raysgd.core.history.history import History, evenly, plain
+from raysgd.core.text import cards
+from raysgd.core.text.cards import safe
+from raysgd.core.text.log_lines import Once
+from raysgd.core.text.secrets import masked
+from raysgd.core.writers.sink import failures_warned
 
 if TYPE_CHECKING:
-    from raysgd.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.group_events import GroupEvent
 
 
 DATA_ID = "raysgd-run"

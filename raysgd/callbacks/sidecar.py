@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysgd.history.history import BEGINNING, History, HistoryLimits, plain
+from raysgd.core.history.history import BEGINNING, History, HistoryLimits, plain
 from raysgd.storage import files
 
 ENDING = ".run.json"

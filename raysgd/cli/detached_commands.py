@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from raysgd.engine.placement import init_ray
+from raysgd.core.engine.placement import init_ray
 
 Command = Callable[..., None]
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
-from raysgd._imports import install_command
-from raysgd._private_names import TABLE, TESTED, missing_names
-from raysgd.engine.placement import init_ray
+from raysgd.core.engine.placement import init_ray
+from raysgd.core.imports import install_command
+from raysgd.core.private_names import TABLE, TESTED, missing_names
 
 Level = Literal["ok", "note", "problem"]
 

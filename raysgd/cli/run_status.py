@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from raysgd._text.cards import named_lines
 from raysgd.air.reports import FILLED_IN
 from raysgd.air.result import read_reports
 from raysgd.callbacks.callback import RESULTS_FOLDER
 from raysgd.callbacks.checkpointing import END, INDEX_FILE
 from raysgd.callbacks.sidecar import ENDING, Sidecar, Sidecars, place_of
-from raysgd.history import readable
-from raysgd.history.history import History
+from raysgd.core.history import readable
+from raysgd.core.history.history import History
+from raysgd.core.text.cards import named_lines
+from raysgd.core.writers.files import report_in
 from raysgd.storage import Folder, open_folder
-from raysgd.writers.files import report_in
 
 _RUN = re.compile(r"run_\d{3,}")
 _CHECKPOINT = "checkpoint_"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysgd._imports import lazy_names
+from raysgd.core.imports import lazy_names
 
 MOVED = {
     "raysgd.tf.tf_trainer": {"TFTrainable": "raysgd.tf.tf_trainable"},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._imports import lazy_names
+from raysgd.core.imports import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.arrays.arrays import Arrays
-    from raysgd.arrays.ray_batches import RayBatches
+    from raysgd.core.arrays.arrays import Arrays
+    from raysgd.core.arrays.ray_batches import RayBatches
     from raysgd.data.dataset import Dataset
     from raysgd.streams.files import ArrowStream, JSONLinesStream, ParquetStream, TarStream
     from raysgd.streams.iterables import HuggingFaceStream, IterableStream
@@ -31,14 +31,14 @@ __all__ = [
 lazy_names(
     __name__,
     {
-        "Arrays": "raysgd.arrays.arrays",
+        "Arrays": "raysgd.core.arrays.arrays",
         "ArrowStream": "raysgd.streams.files",
         "Dataset": "raysgd.data.dataset",
         "HuggingFaceStream": "raysgd.streams.iterables",
         "IterableStream": "raysgd.streams.iterables",
         "JSONLinesStream": "raysgd.streams.files",
         "ParquetStream": "raysgd.streams.files",
-        "RayBatches": "raysgd.arrays.ray_batches",
+        "RayBatches": "raysgd.core.arrays.ray_batches",
         "Shard": "raysgd.streams.stream",
         "Stream": "raysgd.streams.stream",
         "TarStream": "raysgd.streams.files",

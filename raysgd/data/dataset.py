@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from raysgd._arguments import check_count
+from raysgd.core.arguments import check_count
 from raysgd.util.iter import LocalIterator, ParallelIterator, from_iterators
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd._files import replacing
+from raysgd.core.files import replacing
 from raysgd.detached.protocol import packed_answer
 
 OF_ITERATORS = ("draw", "close")

@@ -17,6 +17,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from raysgd.core.engine.keeper import NAMESPACE, end_workers
+from raysgd.core.engine.placement import session
+from raysgd.core.engine.program_end import end_with
+from raysgd.core.engine.shared.call import CallHandle
+from raysgd.core.engine.shared.tracebacks import hide_library_frames, hides_library_frames
+from raysgd.core.engine.worker import SentData
 from raysgd.detached.call_log import journal_path
 from raysgd.detached.process import CallRequest
 from raysgd.detached.protocol import (
@@ -30,12 +36,6 @@ from raysgd.detached.protocol import (
     show,
     unpacked_answer,
 )
-from raysgd.engine.keeper import NAMESPACE, end_workers
-from raysgd.engine.placement import session
-from raysgd.engine.program_end import end_with
-from raysgd.engine.shared.call import CallHandle
-from raysgd.engine.shared.tracebacks import hide_library_frames, hides_library_frames
-from raysgd.engine.worker import SentData
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
 
 ANSWER_S = 20.0  # a detached trainer that answers no request for this long is not answering

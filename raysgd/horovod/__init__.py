@@ -4,6 +4,6 @@
 
 Horovod's last release does not build with a recent PyTorch. The command fetches its source package, patches the few
 lines that prevent this, builds it with Gloo, and caches the result, so that it is built only once. Horovod is used
-elsewhere: `raysgd.connections.horovod` connects workers, and `raysgd.torch.parallel.horovod_parallel` averages
+elsewhere: `raysgd.core.connections.horovod` connects workers, and `raysgd.torch.parallel.horovod_parallel` averages
 gradients.
 """

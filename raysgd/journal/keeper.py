@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from raysgd._numbers.results import CallProgress
-from raysgd._text.secrets import masked
 from raysgd._version import __version__
-from raysgd.engine.controller import ElasticController
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.numbers.results import CallProgress
+from raysgd.core.text.secrets import masked
 from raysgd.journal.journal import JournalWriter, StepRecord
 from raysgd.journal.recorder import Attempt, LegReport, Report, StepRecorder, StepReport, reports_after
 

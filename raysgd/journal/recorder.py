@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, is_weight, weight_of
 from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, is_weight, weight_of
 
 _MOST_WAITING = 100_000
 _LOSSES = ("train_loss", "loss")

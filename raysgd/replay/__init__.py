@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._imports import lazy_names
+from raysgd.core.imports import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.replay.questions import JumpsFound, Why, find_jumps, why

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.journal.journal import Journal, Leg
-from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch.torch_trainer import TorchTrainer
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.trainer.configuration.batch_options import BatchOptions
 
 _FORM = "write `--program train.py:MyOperator`, a file or module and the operator class in it"
 _STEP_OPTIONS = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.history.history import History
+from raysgd.core.history.history import History
 from raysgd.journal import jumps
 from raysgd.journal.journal import Journal, StepRecord
 from raysgd.journal.jumps import Jump

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raysgd.arrays.division import Division
+from raysgd.core.arrays.division import Division
 from raysgd.journal.journal import Journal, Leg
 from raysgd.streams.global_reader import GlobalReader
 from raysgd.streams.lane_reader import StreamPass, StreamPosition

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
-from raysgd._imports import require
-from raysgd._text.secrets import has_secret, masked
+from raysgd.core.imports import require
+from raysgd.core.text.secrets import has_secret, masked
 from raysgd.storage._uris import divided, scheme_of
 
 _NATIVE = {"s3", "gs", "gcs", "hdfs", "viewfs"}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._files import check_regular, flush_to_disk, replacing
-from raysgd._imports import require
+from raysgd.core.files import check_regular, flush_to_disk, replacing
+from raysgd.core.imports import require
 from raysgd.exceptions import StorageError
 from raysgd.storage import _transfers
 from raysgd.storage._retrying import storage_error

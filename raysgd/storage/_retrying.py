@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from raysgd._text.secrets import has_secret, masked
+from raysgd.core.text.secrets import has_secret, masked
 from raysgd.exceptions import StorageError
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from raysgd._imports import require
-from raysgd._text.secrets import masked
+from raysgd.core.imports import require
+from raysgd.core.text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _transfers
 from raysgd.storage._retrying import DEFAULT_S, TIMEOUT_VARIABLE, cause_of, retried, storage_error

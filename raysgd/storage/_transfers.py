@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from raysgd._files import flush_to_disk
+from raysgd.core.files import flush_to_disk
 from raysgd.exceptions import OnFailure
 
-TEMPORARY = ".raysgd-"  # the same as in `raysgd._files`, which also removes old files with this prefix
+TEMPORARY = ".raysgd-"  # the same as in `raysgd.core.files`, which also removes old files with this prefix
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
 _AWAITED_PIECES = 10  # eight parts of an S3 upload, which PyArrow sends at the same time

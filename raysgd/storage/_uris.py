@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from raysgd import _files
-from raysgd._text.secrets import masked, user_of
+from raysgd.core import files as _files
+from raysgd.core.text.secrets import masked, user_of
 
 _QUERY = re.compile(r"\?[A-Za-z_]+=[^?]*$")
 LOCAL_SCHEMES = ("file", "local")

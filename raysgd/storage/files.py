@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._files import check_regular, replacing
-from raysgd._text.secrets import masked
+from raysgd.core.files import check_regular, replacing
+from raysgd.core.text.secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _uris
 from raysgd.storage.folder import Folder

@@ -9,7 +9,7 @@ import secrets
 import sys
 from typing import Any
 
-from raysgd._text.secrets import masked
+from raysgd.core.text.secrets import masked
 from raysgd.storage import _filesystems, _uris
 from raysgd.storage._local import LocalFolder
 from raysgd.storage._retrying import limit_s

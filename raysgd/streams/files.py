@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
-from raysgd._imports import require
+from raysgd.core.imports import require
 from raysgd.exceptions import StreamError
 from raysgd.storage import Folder, open_folder
 from raysgd.storage._transfers import on_threads

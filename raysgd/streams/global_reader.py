@@ -134,7 +134,7 @@ class LaneEnds:
 
 
 class Shares(Protocol):
-    """Divides global batches, like `raysgd.arrays.division.Division`."""
+    """Divides global batches, like `raysgd.core.arrays.division.Division`."""
 
     @property
     def world_size(self) -> int:

@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
-from raysgd._arguments import is_integer
+from raysgd.core.arguments import is_integer
 from raysgd.streams.stream import Shard, Stream, from_row
 
 _NOTE_EVERY = 256

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, TypeAlias
 
-from raysgd._numbers.seeds import digest
+from raysgd.core.numbers.seeds import digest
 from raysgd.exceptions import StreamError
 from raysgd.streams.lanes import NUM_LANES, DealtRows, LanePart, LanePosition, Lanes, deal
 from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, total, warn_of_row

@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from raysgd._arguments import is_integer
-from raysgd._numbers.seeds import seed_of
+from raysgd.core.arguments import is_integer
+from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.global_reader import GlobalReader, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition, numbered_rows
 from raysgd.streams.lanes import ENDLESS, NUM_LANES, LanePosition, lanes_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from raysgd._arguments import check_count, check_num_workers, check_seed, refuse_text
-from raysgd._numbers.seeds import digest
+from raysgd.core.arguments import check_count, check_num_workers, check_seed, refuse_text
+from raysgd.core.numbers.seeds import digest
 from raysgd.exceptions import StreamError
 
 logger = logging.getLogger(__name__)

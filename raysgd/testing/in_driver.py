@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from raysgd.testing.targets import controller_of
 
 if TYPE_CHECKING:
-    from raysgd.engine.group import WorkerGroup
-    from raysgd.engine.shared.group_spec import GroupSpec
-    from raysgd.engine.shared.types import GroupReport, World
+    from raysgd.core.engine.group import WorkerGroup
+    from raysgd.core.engine.shared.group_spec import GroupSpec
+    from raysgd.core.engine.shared.types import GroupReport, World
 
 _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
 """For each trainer and moment, the function that disarms the fault."""

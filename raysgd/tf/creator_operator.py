@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._arguments import check_creator
-from raysgd.connections import tensorflow as connections
+from raysgd.core.arguments import check_creator
+from raysgd.core.connections import tensorflow as connections
 from raysgd.exceptions import NoDataError
 from raysgd.tf.data.batch_streams import lockstep_dataset
 from raysgd.tf.fit import acts_on_steps, callbacks_of_part, merger, one_part, stopper, tracker

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._imports import require_installed
-from raysgd.arrays.frames import ShardedFrames
+from raysgd.core.arrays.frames import ShardedFrames
+from raysgd.core.imports import require_installed
 
 
 class TFMLDataset(ShardedFrames):

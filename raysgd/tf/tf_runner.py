@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysgd.engine.shared.types import World
-from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.core.engine.shared.types import World
 from raysgd.tf.checkpoints import former_optimizer, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.hosting.hosted import TFHosted
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.worker.runner import ClassRunner
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TFRunner(ClassRunner):

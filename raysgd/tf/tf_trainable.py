@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysgd.driver import tune_trial
 from raysgd.tf.tf_trainer import TFTrainer
+from raysgd.trainer.driver import tune_trial
 
 
 class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignore[misc]

@@ -17,26 +17,17 @@ from functools import partial, wraps
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from raysgd import _arguments as checks
-from raysgd.arrays.data_kinds import CallData
 from raysgd.compat.names import former_names
-from raysgd.connections.tensorflow import TensorFlowConnection, keras_of_driver
+from raysgd.core import arguments as checks
+from raysgd.core.arrays.data_kinds import CallData
+from raysgd.core.connections.tensorflow import TensorFlowConnection, keras_of_driver
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.tracebacks import hide_library_frames
+from raysgd.core.engine.snapshots import Snapshot
+from raysgd.core.history.history import Kind
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
-from raysgd.driver.keeping import Content, load_into_all, load_snapshot_into_all
-from raysgd.driver.trainer import ClassTrainer
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.connection import Connection
-from raysgd.engine.shared.tracebacks import hide_library_frames
-from raysgd.engine.snapshots import Snapshot
-from raysgd.history.history import Kind
-from raysgd.messages.batch_options import BatchOptions
-from raysgd.messages.epochs import EpochAnswer, EpochRequest, merged
-from raysgd.messages.placement import Placement
-from raysgd.messages.prediction_data import BatchRequest, Found
-from raysgd.messages.recovery import Recovery
-from raysgd.messages.settings import GroupSettings
-from raysgd.messages.weight_sums import check_equal
 from raysgd.storage import files
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
@@ -47,10 +38,19 @@ from raysgd.tf.driver import arguments
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.driver.keeping import Content, load_into_all, load_snapshot_into_all
+from raysgd.trainer.driver.trainer import ClassTrainer
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.trainer.messages.prediction_data import BatchRequest, Found
+from raysgd.trainer.messages.weight_sums import check_equal
+from raysgd.trainer.worker.operator import OperatorT
+from raysgd.trainer.worker.state.replica_state import RESUME, place_in
+from raysgd.trainer.worker.state.state_checks import check_parts
 from raysgd.utils import BATCH_SIZE
-from raysgd.worker.operator import OperatorT
-from raysgd.worker.state.replica_state import RESUME, place_in
-from raysgd.worker.state.state_checks import check_parts
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from raysgd._arguments import answer_mistakes
-from raysgd.arrays.ray_batches import RayLoader, ray_batches
+from raysgd.core.arguments import answer_mistakes
+from raysgd.core.arrays.ray_batches import RayLoader, ray_batches
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.messages.epochs import bind_batch_info
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
 from raysgd.tf.data.batch_streams import data_of, dataset_of
@@ -26,9 +25,10 @@ from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.operator.internals import OperatorContext, RegisteredData, RegisteredObjects, TFInternals
 from raysgd.tf.parallel.global_metrics import check_aggregation
+from raysgd.trainer.messages.epochs import bind_batch_info
+from raysgd.trainer.worker.operator import NUM_STEPS as NUM_STEPS  # for imports from here
+from raysgd.trainer.worker.operator import BaseOperator, ReadOnlyView, RegisteredParts, made_by_hand, required, rung
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
-from raysgd.worker.operator import NUM_STEPS as NUM_STEPS  # for imports from here
-from raysgd.worker.operator import BaseOperator, ReadOnlyView, RegisteredParts, made_by_hand, required, rung
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
 

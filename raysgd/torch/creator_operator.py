@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from raysgd._arguments import check_creator
+from raysgd.core.arguments import check_creator
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.worker.operator import class_of_creators
+from raysgd.trainer.worker.operator import class_of_creators
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd._imports import require
-from raysgd._numbers.meters import AverageMeterCollection
-from raysgd.messages.epochs import VALIDATES
+from raysgd.core.imports import require
+from raysgd.core.numbers.meters import AverageMeterCollection
 from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.lightning.module import (
     PER_BATCH,
@@ -43,6 +42,7 @@ from raysgd.torch.lightning.values import EpochValues, LightningProgress, detach
 from raysgd.torch.objects.modes import begin_training
 from raysgd.torch.step.schedulers import Plateau
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.trainer.messages.epochs import VALIDATES
 from raysgd.utils import NUM_SAMPLES
 
 if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # one project with two names

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from raysgd.trainer.worker.operator import BaseOperator
 from raysgd.utils import NUM_SAMPLES
-from raysgd.worker.operator import BaseOperator
 
 Operator = TypeVar("Operator", bound=BaseOperator)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from raysgd.arrays.frames import Column, ShardedFrames
+from raysgd.core.arrays.frames import Column, ShardedFrames
 
 
 class TorchMLDataset(ShardedFrames):

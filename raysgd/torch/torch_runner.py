@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from raysgd._state.state_codec import EncodedState, lend
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
+from raysgd.core.state.state_codec import EncodedState, lend
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch.checkpoints import divided_folder
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
@@ -17,7 +17,7 @@ from raysgd.torch.objects.moving import packed
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.strategy import unwrap
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.worker.runner import ClassRunner
+from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TorchRunner(ClassRunner):

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raysgd._arguments import with_entries
-from raysgd.driver import tune_trial
-from raysgd.messages.placement import Placement
+from raysgd.core.arguments import with_entries
 from raysgd.torch.driver import arguments
 from raysgd.torch.torch_trainer import TorchTrainer
+from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.driver import tune_trial
 
 _BESIDE = ("resources_per_worker", "accelerator_type")
 _RESOURCES = ("num_workers", "num_cpus_per_worker", "num_gpus_per_worker", "use_gpu", "use_local", *_BESIDE)

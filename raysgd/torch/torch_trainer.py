@@ -15,25 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from raysgd import _arguments as checks
-from raysgd.arrays.data_kinds import CallData, is_whole
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
-from raysgd.connections.horovod import HorovodConnection
-from raysgd.connections.torch import TorchConnection
+from raysgd.core import arguments as checks
+from raysgd.core.arrays.data_kinds import CallData, is_whole
+from raysgd.core.connections.horovod import HorovodConnection
+from raysgd.core.connections.torch import TorchConnection
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.tracebacks import hide_library_frames
+from raysgd.core.engine.snapshots import Snapshot
+from raysgd.core.history.history import Kind
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
-from raysgd.driver.trainer import ClassTrainer, show_options
-from raysgd.engine.shared.connection import Connection
-from raysgd.engine.shared.tracebacks import hide_library_frames
-from raysgd.engine.snapshots import Snapshot
-from raysgd.history.history import Kind
-from raysgd.messages.batch_options import BatchOptions
-from raysgd.messages.epochs import EpochAnswer, EpochRequest
-from raysgd.messages.placement import Placement
-from raysgd.messages.prediction_data import BatchRequest, Found
-from raysgd.messages.recovery import Recovery
-from raysgd.messages.settings import GroupSettings
 from raysgd.storage import files
 from raysgd.streams.source import check_stream_of_call
 from raysgd.streams.stream import Stream
@@ -49,8 +42,15 @@ from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.step import schedulers
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.worker.operator import OperatorT
-from raysgd.worker.state.replica_state import RESUME, place_in
+from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration.settings import GroupSettings
+from raysgd.trainer.driver.trainer import ClassTrainer, show_options
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.trainer.messages.prediction_data import BatchRequest, Found
+from raysgd.trainer.worker.operator import OperatorT
+from raysgd.trainer.worker.state.replica_state import RESUME, place_in
 
 
 @hide_library_frames

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from raysgd._arguments import answer_mistakes
-from raysgd._imports import lazy_names
-from raysgd.messages.epochs import VALIDATES, bind_batch_info
+from raysgd.core.arguments import answer_mistakes
+from raysgd.core.imports import lazy_names
 from raysgd.torch.data import batches
 from raysgd.torch.objects.criteria import accuracy, ignored_by, known
 from raysgd.torch.objects.modes import begin_training
@@ -30,8 +29,9 @@ from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step import schedulers
 from raysgd.torch.step.gradients import backward_with
 from raysgd.torch.step.schedulers import Plateau
+from raysgd.trainer.messages.epochs import VALIDATES, bind_batch_info
+from raysgd.trainer.worker.operator import BaseOperator, ReadOnlyView, made_by_hand, required, rung
 from raysgd.utils import BATCH_WEIGHT
-from raysgd.worker.operator import BaseOperator, ReadOnlyView, made_by_hand, required, rung
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raysgd._imports import lazy_names
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import (
     CheckpointConfig,
@@ -30,6 +29,7 @@ from raysgd.air.reports import (
     CheckpointUploadMode,
     PreemptionInfo,
 )
+from raysgd.core.imports import lazy_names
 from raysgd.exceptions import TrainingFailedError
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd._state.state_codec import EncodedState, decode, lend
-from raysgd._text.log_lines import Once, named
 from raysgd.air.reports import PreemptionInfo
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.policies import RetryBudget
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.policies import RetryBudget
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.types import World
+from raysgd.core.state.state_codec import EncodedState, decode, lend
+from raysgd.core.text.log_lines import Once, named
 from raysgd.exceptions import OnFailure, RaySGDError, StepMismatchError, WorkerError
 from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._worker.function_replica import FunctionReplica

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from raysgd.engine.group import GroupHooks
-from raysgd.engine.group import WorkerGroup as EngineGroup
-from raysgd.engine.policies import Diagnosis
-from raysgd.engine.shared.types import GroupReport, Resources, WorkerInfo
+from raysgd.core.engine.group import GroupHooks
+from raysgd.core.engine.group import WorkerGroup as EngineGroup
+from raysgd.core.engine.policies import Diagnosis
+from raysgd.core.engine.shared.types import GroupReport, Resources, WorkerInfo
 from raysgd.exceptions import failure_logged
 from raysgd.train._worker.function_replica import FunctionReplicas
 from raysgd.train.backend import Backend, BackendConfig

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raysgd._files import check_path
+from raysgd.core.files import check_path
 from raysgd.exceptions import OnFailure
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import is_uri

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig, ScalingConfig
 from raysgd.air.trial import TrialFolder, new_trial, storage_of
-from raysgd.driver import tune_trial
-from raysgd.driver.tune_trial import TrialInfo, TrialStepResult
 from raysgd.train._worker.mailbox import Mailbox, RunCancelled
 from raysgd.train._worker.messages import FunctionEnded
 from raysgd.train.base_trainer import changed_scaling, check_is_shared, own_values
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint, write_checkpoint
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME, TUNE_CHECKPOINT_ID
 from raysgd.train.fit.run import FitJob
+from raysgd.trainer.driver import tune_trial
+from raysgd.trainer.driver.tune_trial import TrialInfo, TrialStepResult
 
 if TYPE_CHECKING:
-    from raysgd.engine.shared.group_events import GroupEvent
+    from raysgd.core.engine.shared.group_events import GroupEvent
     from raysgd.storage import Folder
     from raysgd.train.base_trainer import BaseTrainer
     from raysgd.train.trainer import Trainer, TrainingIterator

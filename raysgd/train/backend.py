@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.air._running import current_session
 from raysgd.compat.names import MOVED, former_names
-from raysgd.connections.mesh.mesh import MeshBroken
-from raysgd.engine.shared.connection import Connection, NoConnection
-from raysgd.engine.shared.types import Rendezvous, World
+from raysgd.core.connections.mesh.mesh import MeshBroken
+from raysgd.core.engine.shared.connection import Connection, NoConnection
+from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 
 if TYPE_CHECKING:

@@ -15,17 +15,17 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from raysgd._arguments import did_you_mean, refuse_unknown
-from raysgd._text.secrets import masked
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.checkpoint import checked_metadata as checked_dict
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.air.constants import MAX_REPR_LENGTH
 from raysgd.air.trial import TrialFolder, new_trial_folder
+from raysgd.core.arguments import did_you_mean, refuse_unknown
+from raysgd.core.engine.shared.tracebacks import hide_library_frames
+from raysgd.core.text.secrets import masked
 from raysgd.detached.cluster import start
 from raysgd.detached.protocol import Detached
-from raysgd.engine.shared.tracebacks import hide_library_frames
 from raysgd.exceptions import TrainingFailedError
 from raysgd.storage import Folder
 from raysgd.train.backend import BackendConfig

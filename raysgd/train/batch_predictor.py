@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from raysgd._arguments import check_num_workers
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.arrays.ray_data import is_of_ray
+from raysgd.core.arguments import check_num_workers
+from raysgd.core.arrays.ray_data import is_of_ray
 from raysgd.train.predictor import FunctionPredictor, Predictor, columns_of
 
 __all__ = ["BatchPredictor"]

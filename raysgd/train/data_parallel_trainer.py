@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypedDict
 
-from raysgd._arguments import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import DatasetConfig, RunConfig, ScalingConfig, checked_config
+from raysgd.core.arguments import refuse_unknown
 from raysgd.detached.protocol import Detached
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.base_trainer import BaseTrainer, TrainerType

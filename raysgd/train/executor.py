@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
 
-from raysgd._arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
-from raysgd._text.log_lines import LogRelay
 from raysgd.air.config import CheckpointConfig, ScalingConfig
 from raysgd.air.reports import PreemptionInfo
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.lifecycle import ElasticRules
-from raysgd.engine.placement import drain_deadlines, draining_nodes, ensure_ray
-from raysgd.engine.policies import Diagnosis, FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.engine.program_end import end_with
-from raysgd.engine.shared.connection import NoConnection
-from raysgd.engine.shared.group_events import GroupHistory
-from raysgd.engine.shared.group_spec import FrontEndWords, GroupSpec
-from raysgd.engine.worker import packed_bytes
+from raysgd.core.arguments import MIN_HEARTBEAT_S, check_amount, check_num_workers, check_seconds
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.lifecycle import ElasticRules
+from raysgd.core.engine.placement import drain_deadlines, draining_nodes, ensure_ray
+from raysgd.core.engine.policies import Diagnosis, FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.core.engine.program_end import end_with
+from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.core.engine.shared.group_events import GroupHistory
+from raysgd.core.engine.shared.group_spec import FrontEndWords, GroupSpec
+from raysgd.core.engine.worker import packed_bytes
+from raysgd.core.text.log_lines import LogRelay
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     OnFailure,
@@ -33,7 +33,6 @@ from raysgd.exceptions import (
     TrainingWorkerError,
     WorkersLostError,
 )
-from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train import constants
 from raysgd.train._function_run import FunctionRun
@@ -51,6 +50,7 @@ from raysgd.train.checkpoint import (
 )
 from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, gather
+from raysgd.trainer.configuration.placement import Placement
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._imports import lazy_names
-from raysgd.connections.horovod import HorovodConnection, import_horovod
-from raysgd.engine.shared.connection import Connection
+from raysgd.core.connections.horovod import HorovodConnection, import_horovod
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.imports import lazy_names
 from raysgd.train.backend import Backend, BackendConfig, PlacedConnection
 
 import_horovod()

@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from raysgd._imports import require
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.reports import CheckpointUploadMode, UploadOptions
+from raysgd.core.imports import require
 from raysgd.train import session
 from raysgd.train._torch.prepared import get_device
 from raysgd.train.collective import barrier

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raysgd._imports import lazy_names, require_installed
 from raysgd.air.checkpoint import Checkpoint, TensorflowCheckpoint
-from raysgd.connections.tensorflow import cluster_of, keras_of_driver
+from raysgd.core.connections.tensorflow import cluster_of, keras_of_driver
+from raysgd.core.imports import lazy_names, require_installed
 from raysgd.tf.data.ray_dataset import as_array
 from raysgd.tf.objects.datasets import prepare_dataset_shard
 from raysgd.train.backend import Backend, BackendConfig

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysgd._files import check_local
-from raysgd._imports import lazy_names
 from raysgd.air._running import helper_session
+from raysgd.core.files import check_local
+from raysgd.core.imports import lazy_names
 from raysgd.train._torch.checkpoint import TorchCheckpoint, TorchPredictor
 from raysgd.train._torch.global_steps import step_committed
 from raysgd.train._torch.loaders import prepare_data_loader

@@ -14,19 +14,18 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
-from raysgd._arguments import check_hook, is_integer, refuse_text, refuse_unknown
-from raysgd._synonyms import callback_instead_of
 from raysgd.air.config import CheckpointConfig, ScalingConfig
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import Dispatcher, FunctionCalls, as_list, own_among
 from raysgd.compat.names import MOVED, former_names
+from raysgd.core.arguments import check_hook, is_integer, refuse_text, refuse_unknown
+from raysgd.core.engine.placement import num_gpus
+from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
+from raysgd.core.engine.shared.tracebacks import hide_library_frames
+from raysgd.core.synonyms import callback_instead_of
 from raysgd.detached.cluster import start as start_detached
 from raysgd.detached.protocol import Detached
-from raysgd.engine.placement import num_gpus
-from raysgd.engine.shared.group_events import GroupEvent, GroupHistory
-from raysgd.engine.shared.tracebacks import hide_library_frames
 from raysgd.exceptions import InactiveWorkerGroupError, OnFailure
-from raysgd.messages.placement import Placement
 from raysgd.storage import Folder
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._run_folders import check_logdir, fetch_checkpoints, local_run_dir, make_logdir, make_run_dir
@@ -43,6 +42,7 @@ from raysgd.train.constants import (
 from raysgd.train.executor import BackendExecutor, CallableFlag, ExecutorRules, RunPlan
 from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import WorkerGroup, WorkerHandle
+from raysgd.trainer.configuration.placement import Placement
 
 T = TypeVar("T")
 

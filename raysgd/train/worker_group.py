@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raysgd._arguments import check_amount
-from raysgd.engine.gathering import Listener
-from raysgd.engine.group import WorkerGroup as EngineGroup
-from raysgd.engine.policies import classify, num_fitting
-from raysgd.engine.shared.connection import NoConnection
-from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.types import GroupReport, Resources
+from raysgd.core.arguments import check_amount
+from raysgd.core.engine.gathering import Listener
+from raysgd.core.engine.group import WorkerGroup as EngineGroup
+from raysgd.core.engine.policies import classify, num_fitting
+from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.types import GroupReport, Resources
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     OnFailure,

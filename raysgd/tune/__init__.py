@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from raysgd._imports import lazy_names
+from raysgd.core.imports import lazy_names
 
 if TYPE_CHECKING:
     from ray.tune import TuneConfig

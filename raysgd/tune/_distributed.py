@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd import _arguments as checks
 from raysgd import train
+from raysgd.core import arguments as checks
 from raysgd.train._tune import make_trainable
 from raysgd.train.backend import BackendConfig
 from raysgd.train.trainer import Trainer

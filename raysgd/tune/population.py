@@ -17,10 +17,10 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from raysgd import _arguments as checks
-from raysgd._numbers.ranking import MAX
-from raysgd._text.secrets import masked
 from raysgd.callbacks.early_stopping import Mode, WatchedMetric
+from raysgd.core import arguments as checks
+from raysgd.core.numbers.ranking import MAX
+from raysgd.core.text.secrets import masked
 
 __all__ = ["Exploit", "Exploration", "Member", "Population", "train_and_validate"]
 

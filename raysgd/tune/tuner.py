@@ -13,18 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.result import Result
 from raysgd.air.trial import new_name, storage_of
 from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.calling import FunctionCalls, of_tune_among, own_among
-from raysgd.driver import tune_trial
+from raysgd.core.text.secrets import masked
 from raysgd.storage import open_folder
 from raysgd.train._tune import refuse_run_config
 from raysgd.train.base_trainer import BaseTrainer, own_values
 from raysgd.train.fit.restore import SWEEP_FILE, at_place, restore, save_trainer
+from raysgd.trainer.driver import tune_trial
 
 if TYPE_CHECKING:
     import pandas

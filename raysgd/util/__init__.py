@@ -8,6 +8,6 @@ Users start the processes, and decide in which order several of them read their 
 
 from __future__ import annotations
 
-from raysgd._imports import lazy_names
+from raysgd.core.imports import lazy_names
 
 lazy_names(__name__, {})

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raysgd._imports import require, require_installed
+from raysgd.core.imports import require, require_installed
 from raysgd.util.iter import ItemShard, LocalIterator, ParallelIterator, shuffled
 
 if TYPE_CHECKING:

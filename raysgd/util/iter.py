@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from raysgd._arguments import check_count
+from raysgd.core.arguments import check_count
 
 __all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", "from_range"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from raysgd._imports import lazy_names
+from raysgd.core.imports import lazy_names
 from raysgd.exceptions import MissingFrameworkError
 from raysgd.exceptions import TrainBackendError as SGDBackendError
 from raysgd.train import BackendConfig, CheckpointStrategy, TrainingCallback, TrainingIterator, session

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import Callback, Run, WorkerCallback, callback
 from raysgd.callbacks.calling import CallbackCalls, Dispatcher, checked
+from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import CallbackError
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from raysgd.callbacks import Callback, CSVLogger, EarlyStopping, Run
 from raysgd.callbacks.calling import CallbackCalls
-from raysgd.history.history import History
+from raysgd.core.history.history import History
 
 
 def play(stopping: EarlyStopping, *values: float | None, run: Run | None = None) -> Run:

@@ -1,6 +1,6 @@
 """`fit`, `test` and `history` of a trainer with one worker in this process.
 
-Covers `raysgd.driver.fit_loop` and `raysgd.driver.trainer`; `raysgd.history.history` only passes on.
+Covers `raysgd.trainer.driver.fit_loop` and `raysgd.trainer.driver.trainer`; `raysgd.core.history.history` only passes on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd._numbers.metric_names import name_in_test
-from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import (
     Callback,
     Checkpointing,
@@ -30,9 +28,11 @@ from raysgd.callbacks import (
     ProgressBar,
     Run,
 )
-from raysgd.engine.shared.call import CallHandle
+from raysgd.core.engine.shared.call import CallHandle
+from raysgd.core.history import history as history_module
+from raysgd.core.numbers.metric_names import name_in_test
+from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError, WorkersLostError
-from raysgd.history import history as history_module
 from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import LinearOperator, dataset
 

@@ -13,7 +13,7 @@ import pytest
 from raysgd.air.trial import FitTrialView
 from raysgd.callbacks import Callback, GradientNorms, Run
 from raysgd.callbacks.calling import RunCallbacks
-from raysgd.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.group_events import GroupEvent
 from raysgd.exceptions import CallbackError
 from raysgd.storage import open_folder
 from raysgd.train.callbacks import TrainingCallback

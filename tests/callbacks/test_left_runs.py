@@ -1,6 +1,6 @@
 """`fit` that is left by a signal or by its time, and goes on exactly there: one worker, in this process.
 
-Covers `raysgd.driver.fit_loop`; that all ranks stop at one step is shown in `tests/torch/test_leaving_integration.py`.
+Covers `raysgd.trainer.driver.fit_loop`; that all ranks stop at one step is shown in `tests/torch/test_leaving_integration.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 import raysgd
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, EarlyStopping, GradientNorms, Run, WorkerCallback
+from raysgd.core.history.history import History
 from raysgd.exceptions import CallbackError
-from raysgd.history.history import History
 from raysgd.torch import TorchTrainer
-from raysgd.worker.data import batch_streams
+from raysgd.trainer.worker.data import batch_streams
 from tests.torch.operators_for_tests import DropoutOperator, ScheduledOperator, dataset, equal
 
 Make = Callable[..., TorchTrainer]

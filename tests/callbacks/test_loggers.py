@@ -1,6 +1,6 @@
 """Callbacks that write metrics, into files and for services.
 
-Covers `raysgd.writers.services`.
+Covers `raysgd.core.writers.services`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd._numbers.meters import AverageMeterCollection, MetricSummary
-from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import (
     Callback,
     GoodputMonitor,
@@ -24,10 +22,12 @@ from raysgd.callbacks import (
     WorkerCallback,
 )
 from raysgd.callbacks.monitors import StepMetrics
-from raysgd.driver.calls import StepListener
-from raysgd.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary
+from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.trainer.driver.calls import StepListener
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
 Make = Callable[..., TorchTrainer]

@@ -19,12 +19,12 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import ProgressBar, Run
 from raysgd.callbacks import progress as progress_module
 from raysgd.callbacks.progress import LineBar, TqdmBar, make_bar
-from raysgd.driver.calls import ProgressListeners
-from raysgd.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.numbers.results import CallProgress
+from raysgd.trainer.driver.calls import ProgressListeners
 
 
 class Terminal(io.StringIO):
@@ -318,7 +318,7 @@ def test_a_real_notebook_shows_rows_and_no_bar_in_the_end() -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     code = """
         from raysgd.callbacks import ProgressBar, Run
-        from raysgd._numbers.results import CallProgress
+        from raysgd.core.numbers.results import CallProgress
 
         run, bar = Run(name="run", trainer=object, epochs=2), ProgressBar()
         for run.epoch in (1, 2):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks.sidecar import Sidecar, Sidecars, location, place_of
-from raysgd.engine.shared.group_events import GroupEvent
-from raysgd.history.history import CallRecord, History
+from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.history.history import CallRecord, History
 
 
 def written(checkpoint: Path) -> Sidecar:

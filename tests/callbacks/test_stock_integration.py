@@ -16,7 +16,6 @@ import pytest
 import ray.cloudpickle
 import torch
 
-from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import (
     EMA,
     Callback,
@@ -29,7 +28,8 @@ from raysgd.callbacks import (
     ProgressBar,
     Run,
 )
-from raysgd.history.history import History
+from raysgd.core.history.history import History
+from raysgd.core.numbers.results import CallProgress
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer
 from tests.callbacks.test_report import Page

@@ -1,6 +1,6 @@
 """Worker callbacks with one worker in this process; losses are in `tests/torch/test_fit_integration.py`.
 
-Covers `raysgd.worker.worker_callbacks`.
+Covers `raysgd.trainer.worker.worker_callbacks`.
 """
 
 from __future__ import annotations

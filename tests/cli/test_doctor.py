@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from raysgd._private_names import PrivateNames
 from raysgd.cli import doctor
 from raysgd.cli.doctor import CheckResult
+from raysgd.core.private_names import PrivateNames
 
 GIB = 2**30
 

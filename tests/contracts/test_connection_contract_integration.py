@@ -1,6 +1,6 @@
 """What holds for every connection: it connects any number of processes, leaves no trace, and knows a broken group.
 
-Covers `raysgd.connections.tensorflow` and `raysgd.connections.torch`: all connections keep one contract.
+Covers `raysgd.core.connections.tensorflow` and `raysgd.core.connections.torch`: all connections keep one contract.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 import ray
 
-from raysgd.connections._gloo import OpenSocket, open_sockets, opened_since
-from raysgd.connections.horovod import HorovodConnection
-from raysgd.connections.mesh.meeting import ConnectFailed
-from raysgd.connections.mesh.mesh import MeshBroken
-from raysgd.connections.tensorflow import TensorFlowConnection
-from raysgd.connections.torch import TorchConnection
-from raysgd.engine.group import WorkerGroup
-from raysgd.engine.shared.connection import Connection
-from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.types import Rendezvous, Resources, World
+from raysgd.core.connections._gloo import OpenSocket, open_sockets, opened_since
+from raysgd.core.connections.horovod import HorovodConnection
+from raysgd.core.connections.mesh.meeting import ConnectFailed
+from raysgd.core.connections.mesh.mesh import MeshBroken
+from raysgd.core.connections.tensorflow import TensorFlowConnection
+from raysgd.core.connections.torch import TorchConnection
+from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.types import Rendezvous, Resources, World
 from tests.helpers.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
 from tests.helpers.processes import wait_until
 from tests.helpers.run_if import RunIf
@@ -64,7 +64,7 @@ def horovod_sum(number: float) -> float:
 
 
 def mesh_sum(number: float) -> float:
-    from raysgd.connections.tensorflow import group_of
+    from raysgd.core.connections.tensorflow import group_of
 
     place = json.loads(os.environ.get("TF_CONFIG", '{"cluster": {"worker": [""]}, "task": {"index": 0}}'))
     numbers = np.array([number])
@@ -398,7 +398,7 @@ class SlowAbort:
 
 def test_an_interrupt_does_not_wait_until_nccl_is_aborted_but_leaving_does(monkeypatch: pytest.MonkeyPatch) -> None:
     abort = SlowAbort()
-    monkeypatch.setattr("raysgd.connections.torch._abort_process_group", abort)
+    monkeypatch.setattr("raysgd.core.connections.torch._abort_process_group", abort)
     connection = TorchConnection("nccl", _has_joined=True)
     connection.interrupt()
     connection.interrupt()
@@ -409,8 +409,8 @@ def test_an_interrupt_does_not_wait_until_nccl_is_aborted_but_leaving_does(monke
 
 def test_nobody_waits_for_ever_until_nccl_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     abort = SlowAbort()
-    monkeypatch.setattr("raysgd.connections.torch._abort_process_group", abort)
-    monkeypatch.setattr("raysgd.connections.torch._ABORT_S", 0.05)
+    monkeypatch.setattr("raysgd.core.connections.torch._abort_process_group", abort)
+    monkeypatch.setattr("raysgd.core.connections.torch._ABORT_S", 0.05)
     connection = TorchConnection("nccl", _has_joined=True)
     connection.interrupt()
     with pytest.raises(ConnectFailed, match="NCCL did not end its connections") as raised:
@@ -551,7 +551,7 @@ def fail_to_join(replica: Any, rendezvous: Rendezvous, world: World) -> None:
     """Rank 0 loses the others while PyTorch forms the group, rank 1 just before."""
     import torch.distributed as dist
 
-    from raysgd.connections.mesh.store import BoardStore
+    from raysgd.core.connections.mesh.store import BoardStore
 
     def lose(*_: Any, **__: Any) -> None:
         raise MeshBroken("rank 2 is gone")

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysgd.engine.shared.types import World
-from raysgd.messages.epochs import EpochRequest
+from raysgd.core.engine.shared.types import World
 from raysgd.operators import GANOperator
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
 from raysgd.torch.torch_runner import TorchRunner
+from raysgd.trainer.messages.epochs import EpochRequest
 from tests.helpers.processes import shipped
 from tests.torch import lab, operators_for_tests
 from tests.torch.lab import SEED, Experiment, run_alone, run_together

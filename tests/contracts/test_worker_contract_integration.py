@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import ray
 
-from raysgd.engine import group as engine_group
-from raysgd.engine import ranks
-from raysgd.engine.group import WorkerGroup
-from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.replica import Capture
-from raysgd.engine.shared.types import GroupReport, Resources, World
+from raysgd.core.engine import group as engine_group
+from raysgd.core.engine import ranks
+from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.types import GroupReport, Resources, World
 from raysgd.exceptions import worker_error
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read
 

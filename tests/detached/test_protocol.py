@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from raysgd import TFTrainer, TorchTrainer
+from raysgd.core.engine.shared.faults import describe_fault
 from raysgd.detached.handle import DetachedTrainer
 from raysgd.detached.protocol import (
     BESIDE,
@@ -21,7 +22,6 @@ from raysgd.detached.protocol import (
     unpacked_answer,
     unpacked_arguments,
 )
-from raysgd.engine.shared.faults import describe_fault
 from raysgd.exceptions import CallbackError, UnpicklableError, worker_error
 from raysgd.train import Trainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from raysgd import TorchTrainer, TrainingOperator, _synonyms, callbacks
+from raysgd import TorchTrainer, TrainingOperator, callbacks
 from raysgd.callbacks import Callback, WorkerCallback
+from raysgd.core import synonyms as _synonyms
 from raysgd.operators import HuggingFaceOperator
 from tests.docs.test_docs import ROOT
 

@@ -18,8 +18,7 @@ from torch.distributed import DistBackendError
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
-from raysgd.engine.shared.types import World
-from raysgd.messages.epochs import EpochRequest
+from raysgd.core.engine.shared.types import World
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
@@ -29,6 +28,7 @@ from raysgd.torch.resnet import ResNet18
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.train import Trainer
 from raysgd.train.torch import TorchConfig
+from raysgd.trainer.messages.epochs import EpochRequest
 from tests.helpers.run_if import RunIf
 from tests.torch import operators_for_tests
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, equal

@@ -1,7 +1,7 @@
 """Stand-ins for the parts that the engine is made of, small enough to be read before a test that uses them.
 
 `CountingReplica`, `SteppingReplica` and `NullConnection` also run in real worker processes, which then need no
-framework. A whole trainer over simulated workers is in `tests/engine/trainer.py`.
+framework. A whole trainer over simulated workers is in `tests/core/engine/trainer.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from raysgd.engine.shared.connection import NoConnection
-from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.replica import Capture
-from raysgd.engine.shared.types import (
+from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.types import (
     Failure,
     FailureKind,
     Heartbeat,
@@ -22,7 +22,7 @@ from raysgd.engine.shared.types import (
     StateHandover,
     World,
 )
-from raysgd.engine.snapshots import Snapshots
+from raysgd.core.engine.snapshots import Snapshots
 from raysgd.exceptions import WorkerFault
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from raysgd.engine import gathering, recovery
+from raysgd.core.engine import gathering, recovery
 
 PATIENCE_S = 150.0
 

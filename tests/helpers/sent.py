@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from raysgd.engine import group
-from raysgd.engine.platform import Platform
+from raysgd.core.engine import group
+from raysgd.core.engine.platform import Platform
 from tests.helpers.doors import controller_of
 
 

@@ -367,12 +367,12 @@ def test_the_top_of_the_package_loads_only_the_lowest_layer() -> None:
 
 def test_the_lower_half_knows_no_framework_and_no_tune() -> None:
     found = imports_of(*(f"raysgd/{part}" for part in NO_FRAMEWORK.split()))
-    own = "raysgd.driver.tune_trial"  # says what a trial is
+    own = "raysgd.trainer.driver.tune_trial"  # says what a trial is
     assert words(each for each in found if each.is_of("ray.tune", *FRAMEWORKS) and each.importer != own) == []
 
 
 def test_files_are_stored_and_metrics_written_without_ray() -> None:
-    found = imports_of("raysgd/storage", "raysgd/writers")
+    found = imports_of("raysgd/storage", "raysgd/core/writers")
     assert words(each for each in found if each.is_of("ray")) == []
     late = ("pyarrow", "fsspec", "tensorboardX", "mlflow", "wandb", "comet_ml")
     assert words(each for each in found if each.is_of(*late) and not each.in_function) == []
@@ -381,15 +381,15 @@ def test_files_are_stored_and_metrics_written_without_ray() -> None:
 def test_only_a_few_modules_of_the_engine_know_ray() -> None:
     found = [
         found
-        for found in imports_of("raysgd/engine")
+        for found in imports_of("raysgd/core/engine")
         if found.is_of("ray") and found.importer.rpartition(".")[2] not in ENGINE_MODULES_WITH_RAY
     ]
     assert words(found) == []
 
 
 def test_connections_load_a_framework_only_inside_functions() -> None:
-    found = [found for found in imports_of("raysgd/connections") if not found.in_function]
-    with_framework = "raysgd.connections.mesh.store"  # its class is derived from PyTorch's
+    found = [found for found in imports_of("raysgd/core/connections") if not found.in_function]
+    with_framework = "raysgd.core.connections.mesh.store"  # its class is derived from PyTorch's
     assert words(found for found in found if found.is_of(*FRAMEWORKS) and found.importer != with_framework) == []
     assert words(found for found in found if found.is_of(with_framework)) == []
 
@@ -410,7 +410,7 @@ def test_iterators_and_datasets_load_a_framework_only_when_asked() -> None:
 def test_one_module_knows_what_a_trial_of_tune_is_and_only_trials_import_it() -> None:
     found = imports_of("raysgd", "operators")
     others = [found for found in found if found.importer not in TRIALS and part_of(found.importer) != "tune"]
-    assert words(found for found in others if found.is_of("raysgd.driver.tune_trial")) == []
+    assert words(found for found in others if found.is_of("raysgd.trainer.driver.tune_trial")) == []
 
 
 def test_ray_tune_is_loaded_late() -> None:
@@ -422,8 +422,10 @@ def test_operators_use_public_modules_only() -> None:
     found = [found for found in imports_of("operators") if found.is_of("raysgd")]
     # The package finds its operators with the first, which also says how to install what an operator stands on; the
     # second says what to write instead of a key of the config.
-    found = [found for found in found if not found.is_of("raysgd._imports") and not found.is_of("raysgd._synonyms")]
-    assert words(found for found in found if "._" in found.target or found.is_of("raysgd.engine")) == []
+    found = [
+        found for found in found if not found.is_of("raysgd.core.imports") and not found.is_of("raysgd.core.synonyms")
+    ]
+    assert words(found for found in found if "._" in found.target or found.is_of("raysgd.core.engine")) == []
 
 
 def test_nothing_but_a_comparison_imports_ray_train() -> None:
@@ -446,7 +448,9 @@ def test_imports_are_absolute() -> None:
 def test_the_rules_name_what_exists() -> None:
     modules = {name for name, _ in modules_of("raysgd", "operators")}
     assert TRIALS | {name for pair in MADE_LATE for name in pair} <= modules
-    assert {name.rpartition(".")[2] for name in modules if name.startswith("raysgd.engine.")} >= ENGINE_MODULES_WITH_RAY
+    assert {
+        name.rpartition(".")[2] for name in modules if name.startswith("raysgd.core.engine.")
+    } >= ENGINE_MODULES_WITH_RAY
 
 
 SOURCE = """
@@ -486,22 +490,22 @@ def needed_at_import(name: str) -> set[str]:
 
 
 DRIVER = (
-    "raysgd.driver",
-    "raysgd.engine.lifecycle",
-    "raysgd.engine.monitor",
-    "raysgd.engine.recovery",
-    "raysgd.engine.controller",
-    "raysgd.engine.group",
-    "raysgd.engine.snapshots",
-    "raysgd.engine.startup",
-    "raysgd.history",
+    "raysgd.trainer.driver",
+    "raysgd.core.engine.lifecycle",
+    "raysgd.core.engine.monitor",
+    "raysgd.core.engine.recovery",
+    "raysgd.core.engine.controller",
+    "raysgd.core.engine.group",
+    "raysgd.core.engine.snapshots",
+    "raysgd.core.engine.startup",
+    "raysgd.core.history",
     "raysgd.callbacks.callback",
     "raysgd.torch.driver",
     "raysgd.torch.torch_trainer",
     "raysgd.tf.driver",
     "raysgd.tf.tf_trainer",
 )
-"""What only the driver needs; `tests/worker/test_loaded_modules.py` looks at real workers."""
+"""What only the driver needs; `tests/trainer/worker/test_loaded_modules.py` looks at real workers."""
 
 
 @pytest.mark.parametrize(

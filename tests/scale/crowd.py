@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine.shared.types import Rendezvous, StateHandover
+from raysgd.core.engine.shared.types import Rendezvous, StateHandover
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import SimConnection
 from tests.simulator.processes import Call, Process

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import raysgd
-from raysgd.engine import worker
+from raysgd.core.engine import worker
 
 _LIBRARY = str(Path(raysgd.__file__).parent)
 _ENTRANCES = ("leave_for_another", "join")  # of a connection, when a group is left and another one is joined

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
+from raysgd.core.numbers.results import CallProgress
 
 NUM_SAMPLES, BATCH_SIZE = 240, 12
 NUM_STEPS = NUM_SAMPLES // BATCH_SIZE

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from types import CodeType
 
-PACKAGE = "raysgd.engine"
+PACKAGE = "raysgd.core.engine"
 FOLDER = Path(__file__).resolve().parents[2] / "raysgd" / "engine"
 
 KINDS = ("comparison", "condition", "and, or", "constant", "order", "removed", "left early")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from raysgd.engine import ranks
+from raysgd.core.engine import ranks
 from raysgd.torch.step.undo import Undo
 from raysgd.train._function_run import MessageQueues
 from raysgd.train._torch.global_steps import GlobalSteps

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.engine import ranks as rank_rules
-from raysgd.engine.policies import RetryBudget, choose_source, takers
-from raysgd.engine.shared.types import HeldAtStep, StateHandover, World
+from raysgd.core.engine import ranks as rank_rules
+from raysgd.core.engine.policies import RetryBudget, choose_source, takers
+from raysgd.core.engine.shared.types import HeldAtStep, StateHandover, World
 from raysgd.train._function_run import FunctionRun
 from raysgd.train._torch import global_steps
 from raysgd.train._torch.global_steps import GlobalSteps

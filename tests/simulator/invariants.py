@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.group import GroupHooks
-from raysgd.engine.policies import Diagnosis, RetryBudget, classify
-from raysgd.engine.shared.group_events import GroupEvent
-from raysgd.engine.shared.types import GroupReport, StateHandover
+from raysgd.core.engine.group import GroupHooks
+from raysgd.core.engine.policies import Diagnosis, RetryBudget, classify
+from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.engine.shared.types import GroupReport, StateHandover
 from tests.simulator.platform import SimReservation
 from tests.simulator.processes import Process
 from tests.simulator.replica import Given, SimReplica, State, used_until

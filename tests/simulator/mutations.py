@@ -7,25 +7,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import controller, recovery, snapshots
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.gathering import Listener
-from raysgd.engine.group import WorkerGroup
-from raysgd.engine.lifecycle import Lifecycle
-from raysgd.engine.liveness import LivenessCheck
-from raysgd.engine.monitor import Monitor
-from raysgd.engine.placement import Slots
-from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.engine.recovery import NextGroup, Recovery
-from raysgd.engine.shared import replica as replica_calls
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
-from raysgd.engine.snapshots import SnapshotPace, Snapshots
-from raysgd.engine.startup import Loan, StandbyWorkers, StartupCheck
+from raysgd.core.engine import controller, recovery, snapshots
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.gathering import Listener
+from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.lifecycle import Lifecycle
+from raysgd.core.engine.liveness import LivenessCheck
+from raysgd.core.engine.monitor import Monitor
+from raysgd.core.engine.placement import Slots
+from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.core.engine.recovery import NextGroup, Recovery
+from raysgd.core.engine.shared import replica as replica_calls
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
+from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
+from raysgd.core.engine.startup import Loan, StandbyWorkers, StartupCheck
 from raysgd.torch.hosting.step_loop import StepLoop
 from raysgd.torch.step.undo import Undo, _Copies, _OpenBatch
-from raysgd.worker.data import epoch_run
-from raysgd.worker.data.rank_rows import RankRows
+from raysgd.trainer.worker.data import epoch_run
+from raysgd.trainer.worker.data.rank_rows import RankRows
 from tests.simulator.program import Program
 from tests.simulator.replica import Run, SimReplica
 from tests.simulator.schedule import Fault, Op, Schedule

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.engine.shared.connection import Connection
-from raysgd.engine.shared.types import Rendezvous, World
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.types import Rendezvous, World
 from tests.simulator.kernel import Future, Kernel, Task
 
 FORM_TIMEOUT_S = 20.0

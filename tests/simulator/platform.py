@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.placement import Reservation, Slot
-from raysgd.engine.shared.connection import Connection
-from raysgd.engine.shared.group_spec import NO_WORDS, FrontEndWords
-from raysgd.engine.shared.types import ClusterView, NodeView, Outcome, Resources, WorkerInfo
-from raysgd.engine.transfers import SharedValue, Transfer
-from raysgd.engine.worker import LocalCall, LocalWorker, RemoteWorker
+from raysgd.core.engine.placement import Reservation, Slot
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.group_spec import NO_WORDS, FrontEndWords
+from raysgd.core.engine.shared.types import ClusterView, NodeView, Outcome, Resources, WorkerInfo
+from raysgd.core.engine.transfers import SharedValue, Transfer
+from raysgd.core.engine.worker import LocalCall, LocalWorker, RemoteWorker
 from raysgd.exceptions import ReservationTimeoutError
 from tests.simulator.kernel import DriverThread, Event, Future, Kernel
 from tests.simulator.processes import Call, Process

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from raysgd.engine.keeper import CallNumber
-from raysgd.engine.shared.types import (
+from raysgd.core.engine.keeper import CallNumber
+from raysgd.core.engine.shared.types import (
     LOOPBACK,
     Failure,
     HeldAtStep,
@@ -20,7 +20,7 @@ from raysgd.engine.shared.types import (
     WorkerInfo,
     World,
 )
-from raysgd.engine.worker import WorkerAnswer, WorkerFailed
+from raysgd.core.engine.worker import WorkerAnswer, WorkerFailed
 from raysgd.exceptions import WorkerFault
 from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection

@@ -6,11 +6,11 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from raysgd.driver.calls import EpochCalls
-from raysgd.driver.keeping import load_into_all
-from raysgd.engine.shared.call import Call
-from raysgd.engine.snapshots import NewestSnapshot, Snapshot
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
+from raysgd.trainer.driver.calls import EpochCalls
+from raysgd.trainer.driver.keeping import load_into_all
 from tests.simulator.invariants import WatchedBudget
 from tests.simulator.kernel import Stopped
 from tests.simulator.replica import State, Walked, load, look, note, validate, walk, walk_on

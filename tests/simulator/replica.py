@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
-from raysgd.arrays.division import Division
-from raysgd.engine.shared.replica import Capture
-from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
+from raysgd.core.arrays.division import Division
+from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.sample_order import ShuffledOrder
-from raysgd.worker.data import epoch_run
-from raysgd.worker.data.rank_rows import RankRows
-from raysgd.worker.ledger import Ledger
-from raysgd.worker.state.copies import StateCopies, StateCopy
+from raysgd.trainer.worker.data import epoch_run
+from raysgd.trainer.worker.data.rank_rows import RankRows
+from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.state.copies import StateCopies, StateCopy
 from tests.simulator.kernel import Future, Task
 from tests.simulator.network import SimConnection
 from tests.simulator.torn_batch import TornBatch

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.lifecycle import Clock, ElasticRules
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.shared.group_spec import GroupSpec
-from raysgd.engine.shared.types import StateHandover, World
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.lifecycle import Clock, ElasticRules
+from raysgd.core.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.types import StateHandover, World
 from tests.simulator.befalling import Befalling
 from tests.simulator.invariants import Invariants
 from tests.simulator.kernel import Condition, Kernel, Lock, Stopped

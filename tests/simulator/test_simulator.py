@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine import keeper as outliving
-from raysgd.engine.policies import RetryBudget
-from raysgd.engine.shared import replica as replica_calls
-from raysgd.engine.shared.call import Call
+from raysgd.core.engine import keeper as outliving
+from raysgd.core.engine.policies import RetryBudget
+from raysgd.core.engine.shared import replica as replica_calls
+from raysgd.core.engine.shared.call import Call
 from tests.helpers.stories import ROOT
 from tests.simulator.many import report
 from tests.simulator.network import COLLECTIVE_TIMEOUT_S

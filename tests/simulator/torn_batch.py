@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.worker.worker_callbacks import InstalledCallbacks
+from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 
 class _Pair(TrainingOperator):

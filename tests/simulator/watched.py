@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.group import WorkerGroup
-from raysgd.engine.shared.types import GroupReport, Outcome
-from raysgd.engine.startup import StandbyWorker, StandbyWorkers
+from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.shared.types import GroupReport, Outcome
+from raysgd.core.engine.startup import StandbyWorker, StandbyWorkers
 from tests.simulator.processes import Process
 
 if TYPE_CHECKING:

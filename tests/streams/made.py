@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.arrays.division import Division
+from raysgd.core.arrays.division import Division
 from raysgd.streams.global_reader import GlobalReader, Numbers, Shares, StartSum, StreamBatch, alone
 from raysgd.streams.lane_reader import StreamPass, StreamPosition
 from raysgd.streams.lanes import lanes_of

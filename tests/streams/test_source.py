@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from raysgd.arrays.division import Division, ShardedGlobalBatch
+from raysgd.core.arrays.division import Division, ShardedGlobalBatch
 from raysgd.streams.global_reader import StartSum
 from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._numbers import results
-from raysgd._numbers.meters import MetricSummary
-from raysgd.connections.group import Array, Group
-from raysgd.engine.shared.types import World
-from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.core.connections.group import Array, Group
+from raysgd.core.engine.shared.types import World
+from raysgd.core.numbers import results
+from raysgd.core.numbers.meters import MetricSummary
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 SEED = 5
 

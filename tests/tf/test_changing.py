@@ -1,6 +1,6 @@
 """Changes of what one worker in this process trains with Keras: entries of its config, its class, its state, its rates.
 
-Covers `raysgd.worker.runner` and `raysgd.tf.objects.learning_rates`, too.
+Covers `raysgd.trainer.worker.runner` and `raysgd.tf.objects.learning_rates`, too.
 """
 
 from __future__ import annotations

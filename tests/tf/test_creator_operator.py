@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.tf_runner import TFRunner

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from raysgd import testing
-from raysgd.engine.shared.types import DataLedger
-from raysgd.messages.recovery import Recovery
+from raysgd.core.engine.shared.types import DataLedger
 from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import largest_difference
 from tests.tf.loss_models import (

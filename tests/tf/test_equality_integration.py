@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from raysgd.engine.shared.types import StateHandover, World
+from raysgd.core.engine.shared.types import StateHandover, World
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.messages.batch_options import BatchOptions
-from raysgd.messages.epochs import EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects.datasets import packed
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, refusals, run_alone, run_together
 from tests.tf.loss_models import (

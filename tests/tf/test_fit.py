@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.connections.group import Group
-from raysgd.engine.shared.types import World
+from raysgd.core.connections.group import Group
+from raysgd.core.engine.shared.types import World
 from raysgd.tf.data.batch_streams import Passes
 from raysgd.tf.fit import FitPlace, FitStream, one_part
 from raysgd.tf.parallel.averaging import ExchangeRecord

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from raysgd import Recovery, testing
+from raysgd.core.engine.shared.types import World
 from raysgd.data import RayBatches
-from raysgd.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.stream import Pipeline
 from raysgd.tf import TFTrainer

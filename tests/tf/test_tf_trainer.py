@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks import Checkpointing
-from raysgd.messages.recovery import Recovery
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.driver import arguments
+from raysgd.trainer.configuration.recovery import Recovery
 
 
 def creator(config: dict[str, Any]) -> Any:

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from raysgd import testing
-from raysgd._numbers.metric_names import validation_name
 from raysgd.callbacks import GradientNorms
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
+from raysgd.core.numbers.metric_names import validation_name
 from raysgd.exceptions import IncompatibleModelError, RanksDifferError
 from raysgd.tf import TFTrainable, TFTrainer, TrainingOperator
 from raysgd.tf.checkpoints import checkpoint_file

@@ -10,7 +10,7 @@ import pytest
 import ray.cloudpickle
 import torch.distributed as dist
 
-from raysgd.connections.torch import end_process_group
+from raysgd.core.connections.torch import end_process_group
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch import gate, lab, operators_for_tests
 from tests.torch.gate import Gate

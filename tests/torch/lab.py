@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._numbers import results
-from raysgd._numbers.meters import MetricSummary
-from raysgd.engine.shared.types import World
-from raysgd.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.core.engine.shared.types import World
+from raysgd.core.numbers import results
+from raysgd.core.numbers.meters import MetricSummary
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 
 SEED = 5
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.torch import TrainingOperator
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings

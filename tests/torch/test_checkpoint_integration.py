@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from raysgd._state.state_codec import lend
+from raysgd.core.state.state_codec import lend
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints.checkpoint_file import CheckpointCorruptedError

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from raysgd import Recovery, testing
-from raysgd.messages.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.trainer.configuration.batch_options import BatchOptions
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from ray.util.metrics import Gauge
 
 from raysgd import testing
-from raysgd.connections import torch as torch_connection
-from raysgd.engine.shared.types import DataLedger
-from raysgd.engine.status import TrainerStatus
-from raysgd.messages.recovery import Recovery
+from raysgd.core.connections import torch as torch_connection
+from raysgd.core.engine.shared.types import DataLedger
+from raysgd.core.engine.status import TrainerStatus
 from raysgd.torch import TorchTrainer
+from raysgd.trainer.configuration.recovery import Recovery
 from tests.torch.gate import Gate, mark_when_inside
 from tests.torch.ledger import Ledger, parameters_of, uses
 
@@ -206,8 +206,8 @@ def test_a_worker_that_froze_between_two_calls_is_replaced(
 def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
     ray_cluster: None, trainers: list[TorchTrainer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("raysgd.engine.group._STUCK_S", 1.0)
-    monkeypatch.setattr("raysgd.engine.monitor._REPORT_S", 60.0)
+    monkeypatch.setattr("raysgd.core.engine.group._STUCK_S", 1.0)
+    monkeypatch.setattr("raysgd.core.engine.monitor._REPORT_S", 60.0)
     trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, recovery=Recovery(settle_timeout_s=3.0))
     trainers.append(trainer)
     trainer.train(num_steps=2)

@@ -16,10 +16,10 @@ import pytest
 import ray
 import torch
 
-from raysgd.engine.placement import Reservation
+from raysgd.core.engine.placement import Reservation
 from raysgd.exceptions import WorkerError
-from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.helpers.patience import hearing_all_ranks

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd.exceptions import WorkerError
-from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
+from raysgd.trainer.configuration.recovery import Recovery
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import (
@@ -200,10 +200,10 @@ def test_a_stream_may_be_left_in_the_middle_and_begun_again(two: TorchTrainer) -
     """Where ranks agree step by step there is then a vote that nobody waits for."""
 
     def restart(operator: Any) -> Any:
-        from raysgd.engine.shared.types import World
-        from raysgd.messages.epochs import EpochRequest
+        from raysgd.core.engine.shared.types import World
         from raysgd.torch.operator.settings import TorchSettings
         from raysgd.torch.torch_runner import TorchRunner
+        from raysgd.trainer.messages.epochs import EpochRequest
 
         world = World(operator.world_rank, operator.world_size)
         runner = TorchRunner(TorchSettings(Uneven, CONFIG, use_horovod=True), world)

@@ -12,9 +12,9 @@ import torch
 
 import raysgd
 from raysgd import Recovery, testing
-from raysgd._numbers.results import CallProgress
 from raysgd.callbacks import Callback, Checkpointing, CSVLogger, Run
-from raysgd.history.history import History
+from raysgd.core.history.history import History
+from raysgd.core.numbers.results import CallProgress
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import Ledger, uses
 from tests.torch.operators_for_tests import LinearOperator, OwnEpochOperator

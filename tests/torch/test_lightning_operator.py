@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.lightning.module import optimizers_and_schedulers, run_in_forward_of
 from raysgd.torch.lightning_operator import LightningOperator

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from raysgd.engine.placement import Slot
+from raysgd.core.engine.placement import Slot
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.helpers.hygiene import RaySurroundings
 from tests.torch.operators_for_tests import LinearOperator

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysgd.engine.shared.types import StateHandover, World
-from raysgd.messages.epochs import EpochRequest
+from raysgd.core.engine.shared.types import StateHandover, World
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner
+from raysgd.trainer.messages.epochs import EpochRequest
 from tests.torch import idioms
 from tests.torch.idioms import NUM_FEATURES, Batch, Idiom
 from tests.torch.operators_for_tests import equal

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
-from raysgd.worker.state.copies import StateCopies
+from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.worker.state.copies import StateCopies
 from tests.helpers.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal
 

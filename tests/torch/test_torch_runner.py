@@ -1,7 +1,7 @@
 """The replica that hosts one operator, alone and without workers.
 
-Covers `raysgd.worker.runner` with what is behind it (`raysgd.worker.hosted`, `raysgd.worker.training`,
-`raysgd.worker.state.replica_state`, `raysgd.torch.hosting.hosted`), and `raysgd.torch.hosting.replica_state`: a runner
+Covers `raysgd.trainer.worker.runner` with what is behind it (`raysgd.trainer.worker.hosted`, `raysgd.trainer.worker.training`,
+`raysgd.trainer.worker.state.replica_state`, `raysgd.torch.hosting.hosted`), and `raysgd.torch.hosting.replica_state`: a runner
 is one object for those that call it.
 """
 
@@ -22,21 +22,21 @@ import torch
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from raysgd._state.state_codec import decode
-from raysgd.arrays.data_kinds import CallData
-from raysgd.engine.shared.types import DataLedger, HeldAtStep, StateHandover, World
-from raysgd.messages.batch_options import BatchOptions
-from raysgd.messages.epochs import EpochAnswer, EpochRequest
-from raysgd.messages.recovery import Recovery
+from raysgd.core.arrays.data_kinds import CallData
+from raysgd.core.engine.shared.types import DataLedger, HeldAtStep, StateHandover, World
+from raysgd.core.state.state_codec import decode
 from raysgd.torch import TrainingOperator
 from raysgd.torch.data.batch_streams import DividedLoaderSource, PlainSource
 from raysgd.torch.objects.metric_objects import capture
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner
+from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.trainer.worker.state import copies
+from raysgd.trainer.worker.state.replica_state import RESUME
 from raysgd.utils import IS_PADDING, AverageMeterCollection
-from raysgd.worker.state import copies
-from raysgd.worker.state.replica_state import RESUME
 from tests.torch.apex_double import StrictAmp
 from tests.torch.lab import validate_on_spare
 from tests.torch.operators_for_tests import LinearOperator, OwnEpochOperator, equal

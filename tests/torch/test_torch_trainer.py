@@ -1,6 +1,6 @@
 """The trainer's arguments, and everything it does that needs no more than one worker in this process.
 
-Covers `raysgd.torch.driver.arguments` and `raysgd.driver.trainer`: what counts is what a user of the trainer is told.
+Covers `raysgd.torch.driver.arguments` and `raysgd.trainer.driver.trainer`: what counts is what a user of the trainer is told.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch.distributed.fsdp
 import raysgd
 from raysgd.data import Dataset
 from raysgd.exceptions import InvalidCountError, WorkerError
-from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
+from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.utils import BATCH_SIZE
 from tests.helpers.doors import controller_of
 from tests.torch.apex_double import StrictAmp
@@ -292,7 +292,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr("raysgd.engine.controller.ElasticController.start", start)
+    monkeypatch.setattr("raysgd.core.engine.controller.ElasticController.start", start)
 
 
 @pytest.mark.parametrize(("arguments", "kind", "message"), REFUSED + ALSO_REFUSED)
@@ -802,7 +802,9 @@ def test_where_no_line_of_the_users_was_running_none_is_blamed_and_the_method_is
     assert what.endswith(
         f"`train_batch` is defined at {__file__}:{ReturnsNothing.train_batch.__code__.co_firstlineno}."
     )
-    assert re.fullmatch(r"  raised at raysgd/worker/operator\.py:\d+ in parted \(in no method of yours\)", where)
+    assert re.fullmatch(
+        r"  raised at raysgd/trainer/worker/operator\.py:\d+ in parted \(in no method of yours\)", where
+    )
 
 
 class WithoutSuper(LinearOperator):

@@ -1,6 +1,6 @@
 """Files of whoever: none runs code, becomes much larger than it is, or changes a trainer that refuses it.
 
-Covers `raysgd._reading.former_pickles` and `raysgd._reading.strict_reading`: whole files show what parts of them do
+Covers `raysgd.core.reading.former_pickles` and `raysgd.core.reading.strict_reading`: whole files show what parts of them do
 not. That good files are read as they were written is shown by `test_checkpoint_file.py`.
 """
 

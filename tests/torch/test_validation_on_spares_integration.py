@@ -1,6 +1,6 @@
 """Validation on spares while others train: the same numbers as inline, whatever happens to the spare.
 
-Covers of `raysgd.driver.calls` what is not on the way of `train`.
+Covers of `raysgd.trainer.driver.calls` what is not on the way of `train`.
 """
 
 from __future__ import annotations

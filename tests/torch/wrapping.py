@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from raysgd.connections.torch import end_process_group
+from raysgd.core.connections.torch import end_process_group
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.strategy import NoParallel, unwrap
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.train._worker.function_replica import FunctionReplica
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
 from raysgd.air._running import current_session
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.streams.stream import Pipeline
 from raysgd.train import torch as helpers
 from raysgd.train._torch.loaders import of_stream, over_global_batches

@@ -6,7 +6,7 @@ import pytest
 
 from raysgd.exceptions import TrainerShutdownError, WorkersLostError
 from raysgd.train.executor import WORDS
-from tests.engine import trainer as simulated
+from tests.core.engine import trainer as simulated
 
 
 def started() -> simulated.Trainer:

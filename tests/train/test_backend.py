@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.shared.connection import NoConnection
-from raysgd.engine.shared.types import Rendezvous, World
+from raysgd.core.engine.shared.connection import NoConnection
+from raysgd.core.engine.shared.types import Rendezvous, World
 from raysgd.train.backend import Backend, BackendConfig, PlacedConnection, backend_of, resolve
 from raysgd.train.torch import TorchBackend, TorchConfig
 from tests.helpers.fakes import meeting

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import pytest
 
-from raysgd.engine.shared.connection import NoConnection
-from raysgd.messages.placement import Placement
+from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.train.backend import BackendConfig, PlacedConnection
 from raysgd.train.checkpoint import write_checkpoint
 from raysgd.train.executor import WORDS, BackendExecutor, RunPlan, check_elastic, preemption_of
 from raysgd.train.torch import TorchConfig
+from raysgd.trainer.configuration.placement import Placement
 
 
 def executor(config: BackendConfig | None = None, **options: Any) -> BackendExecutor:

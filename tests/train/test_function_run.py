@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd._state.state_codec import decode
-from raysgd.engine.policies import RetryBudget
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.policies import RetryBudget
+from raysgd.core.engine.shared.types import World
+from raysgd.core.state.state_codec import decode
 from raysgd.exceptions import StepMismatchError
 from raysgd.train._function_run import FunctionRun, answer_to, check_step, questions_in
 from raysgd.train._worker.function_replica import FunctionReplica, FunctionReplicas

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import raysgd.v2
-from raysgd.connections.horovod import HorovodConnection
+from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.train.backend import PlacedConnection, resolve
 from raysgd.train.horovod import HorovodConfig
 

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.engine.group import WorkerGroup as EngineGroup
-from raysgd.engine.shared.types import Failure, GroupReport, Outcome, Resources
+from raysgd.core.engine.group import WorkerGroup as EngineGroup
+from raysgd.core.engine.shared.types import Failure, GroupReport, Outcome, Resources
 from raysgd.exceptions import WorkerFault
 from raysgd.train import _plugin_hooks
 from raysgd.train._plugin_hooks import PluginHooks

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd._state.state_codec import EncodedState, decode
-from raysgd._text.log_lines import Once
 from raysgd.air import _running
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
+from raysgd.core.state.state_codec import EncodedState, decode
+from raysgd.core.text.log_lines import Once
 from raysgd.train import session
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import FunctionEnded, FunctionMessage, TrainingResultType

@@ -29,7 +29,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.train import collective
 from raysgd.train import torch as helpers

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from raysgd import train
-from raysgd.driver.tune_trial import TrialInfo
 from raysgd.train import Trainer
 from raysgd.train._tune import FunctionTrial
 from raysgd.train.backend import BackendConfig
+from raysgd.trainer.driver.tune_trial import TrialInfo
 from tests.helpers.run_if import RunIf
 from tests.train import lab
 

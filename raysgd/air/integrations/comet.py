@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysgd._imports import require
+from raysgd.core.imports import require
 
 require("comet_ml", extra="comet", purpose="`raysgd.air.integrations.comet`")
 

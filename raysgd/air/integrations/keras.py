@@ -11,9 +11,9 @@ from collections.abc import Callable as Function
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd._imports import require
 from raysgd.air.checkpoint import TensorflowCheckpoint
 from raysgd.air.session import get_world_rank, report
+from raysgd.core.imports import require
 
 __all__ = ["Callback", "ReportCheckpointCallback"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from raysgd._imports import require_installed
+from raysgd.core.imports import require_installed
 
 if TYPE_CHECKING:
     from raysgd.compat.migrate.source import MigratedProgram

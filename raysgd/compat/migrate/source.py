@@ -13,9 +13,9 @@ import libcst as cst
 from libcst import helpers
 from libcst.metadata import MetadataWrapper
 
-from raysgd._files import replacing
 from raysgd.compat.migrate.names import Finding, OldNames
 from raysgd.compat.paths import Paths
+from raysgd.core.files import replacing
 
 _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
 """Found in every program that may need changes."""

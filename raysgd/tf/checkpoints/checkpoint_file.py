@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from raysgd._reading.former_pickles import FormerValue, read_pickle
-from raysgd._reading.strict_reading import (
+from raysgd.core.reading.former_pickles import FormerValue, read_pickle
+from raysgd.core.reading.strict_reading import (
     check_depth,
     check_format,
     check_stored,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from raysgd.arrays.division import Division
-from raysgd.connections.group import EarlyVotes, Group
-from raysgd.engine.shared.types import DataLedger, World
+from raysgd.core.arrays.division import Division
+from raysgd.core.connections.group import EarlyVotes, Group
+from raysgd.core.engine.shared.types import DataLedger, World
 from raysgd.streams.global_reader import Numbers, StartSum
 from raysgd.streams.source import BatchesInOrder, StreamData, StreamSource, check_batched, stream_data
 from raysgd.streams.stream import Stream
@@ -18,9 +18,9 @@ from raysgd.tf.data.ray_dataset import array_collate, spec_of
 from raysgd.tf.objects import datasets
 from raysgd.tf.objects.datasets import Sharding
 from raysgd.tf.parallel.step import TFStep
-from raysgd.worker.data import batch_streams
-from raysgd.worker.data.batch_streams import NO_BATCH
-from raysgd.worker.data.feed import has_divided_source
+from raysgd.trainer.worker.data import batch_streams
+from raysgd.trainer.worker.data.batch_streams import NO_BATCH
+from raysgd.trainer.worker.data.feed import has_divided_source
 
 logger = logging.getLogger(__name__)
 
@@ -148,11 +148,11 @@ class TFDividedSource:
         return self._passes.go_to(index)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """See `raysgd.worker.data.feed.Feed`."""
+        """See `raysgd.trainer.worker.data.feed.Feed`."""
         return {"seed": self._seed}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """See `raysgd.worker.data.feed.Feed`."""
+        """See `raysgd.trainer.worker.data.feed.Feed`."""
         is_mid_pass = position["is_mid_pass"]
         num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
         is_same_order = position["seed"] == self._seed or not self._passes.is_shuffled

@@ -8,14 +8,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raysgd.arrays import data_kinds, trees
-from raysgd.arrays.arrays import Arrays, as_arrays
-from raysgd.arrays.containers import ArrayContainer
-from raysgd.arrays.data_kinds import CallData, Kind, RepeatedBatches, is_whole, size_of
-from raysgd.arrays.ray_batches import BatchForm
-from raysgd.messages import prediction_data
-from raysgd.messages.prediction import Rows, Work
-from raysgd.messages.prediction_data import (
+from raysgd.core.arrays import data_kinds, trees
+from raysgd.core.arrays.arrays import Arrays, as_arrays
+from raysgd.core.arrays.containers import ArrayContainer
+from raysgd.core.arrays.data_kinds import CallData, Kind, RepeatedBatches, is_whole, size_of
+from raysgd.core.arrays.ray_batches import BatchForm
+from raysgd.streams.loaders import ArrayCollate
+from raysgd.streams.source import BatchesInOrder
+from raysgd.streams.stream import Stream
+from raysgd.tf.data.ray_dataset import as_batch
+from raysgd.tf.objects import datasets
+from raysgd.trainer.messages import prediction_data
+from raysgd.trainer.messages.prediction import Rows, Work
+from raysgd.trainer.messages.prediction_data import (
     BatchRequest,
     Found,
     PredictionSource,
@@ -23,11 +28,6 @@ from raysgd.messages.prediction_data import (
     refuse,
     source_of_batches,
 )
-from raysgd.streams.loaders import ArrayCollate
-from raysgd.streams.source import BatchesInOrder
-from raysgd.streams.stream import Stream
-from raysgd.tf.data.ray_dataset import as_batch
-from raysgd.tf.objects import datasets
 
 _ADVICE = "Pass a function `(config, batch_size)` that makes the dataset in each worker"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.arrays import trees
-from raysgd.arrays.ray_batches import BatchForm, RayBatches, RayLoader, formed, stacked
-from raysgd.engine.shared.types import World
+from raysgd.core.arrays import trees
+from raysgd.core.arrays.ray_batches import BatchForm, RayBatches, RayLoader, formed, stacked
+from raysgd.core.engine.shared.types import World
 from raysgd.streams.loaders import ArrayCollate
 from raysgd.tf.objects.datasets import prepare_dataset_shard
 

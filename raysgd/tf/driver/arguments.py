@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raysgd._arguments import check_num_workers, check_operator_class
-from raysgd._imports import require_installed
-from raysgd.arrays.data_kinds import kind_of
-from raysgd.messages.batching import check_global_size, split_batch_size
+from raysgd.core.arguments import check_num_workers, check_operator_class
+from raysgd.core.arrays.data_kinds import kind_of
+from raysgd.core.imports import require_installed
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.objects import datasets, registration
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
+from raysgd.trainer.configuration.batching import check_global_size, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
 

@@ -96,7 +96,7 @@ def _augmented(image: Any, label: Any) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
-    from raysgd._arguments import parse_arguments
+    from raysgd.core.arguments import parse_arguments
 
     args = parse_arguments(__doc__)
     main(args.smoke_test, args.num_workers, args.use_gpu)

@@ -90,7 +90,7 @@ def tune_example(num_replicas: int = 1, use_gpu: bool = False) -> Any:
 
 
 if __name__ == "__main__":
-    from raysgd._arguments import parse_arguments
+    from raysgd.core.arguments import parse_arguments
 
     args = parse_arguments(__doc__)
     train_example(args.num_workers, use_gpu=args.use_gpu)

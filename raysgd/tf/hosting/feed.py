@@ -8,12 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from raysgd.arrays.data_kinds import RepeatedBatches
-from raysgd.arrays.ray_batches import RayLoader
-from raysgd.connections import tensorflow as connections
-from raysgd.engine.shared.types import DataLedger, World
+from raysgd.core.arrays.data_kinds import RepeatedBatches
+from raysgd.core.arrays.ray_batches import RayLoader
+from raysgd.core.connections import tensorflow as connections
+from raysgd.core.engine.shared.types import DataLedger, World
 from raysgd.exceptions import IncompatibleModelError, NoDataError
-from raysgd.messages.epochs import EpochRequest
 from raysgd.streams.source import StreamData
 from raysgd.streams.stream import Stream
 from raysgd.tf.data import call_data
@@ -30,7 +29,8 @@ from raysgd.tf.data.batch_streams import (
 from raysgd.tf.objects import datasets
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.worker.data import feed
+from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.worker.data import feed
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.arrays.ray_batches import ray_batches_of
-from raysgd.engine.shared.time_spent import USEFUL
-from raysgd.engine.shared.types import World
+from raysgd.core.arrays.ray_batches import ray_batches_of
+from raysgd.core.engine.shared.time_spent import USEFUL
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.messages.epochs import EpochRequest
-from raysgd.messages.facts import RunnerFacts
-from raysgd.messages.prediction import PredictRequest, Work
-from raysgd.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.data import call_data
 from raysgd.tf.fit import FitStream
@@ -29,12 +25,16 @@ from raysgd.tf.parallel import global_metrics
 from raysgd.tf.parallel.keras_sync import Synchronizer
 from raysgd.tf.parallel.step import TFStep
 from raysgd.tf.training_operator import TrainingOperator
+from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.messages.facts import RunnerFacts
+from raysgd.trainer.messages.prediction import PredictRequest, Work
+from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, sums_of_array, tolerance_of
+from raysgd.trainer.worker import hosted
+from raysgd.trainer.worker.data.epoch_run import EpochRun
+from raysgd.trainer.worker.data.loop import Loop
+from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.operator import check_is_set_up, take_place
 from raysgd.utils import BATCH_SIZE
-from raysgd.worker import hosted
-from raysgd.worker.data.epoch_run import EpochRun
-from raysgd.worker.data.loop import Loop
-from raysgd.worker.ledger import Ledger
-from raysgd.worker.operator import check_is_set_up, take_place
 
 logger = logging.getLogger(__name__)
 

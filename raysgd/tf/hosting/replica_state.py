@@ -16,8 +16,8 @@ from raysgd.tf.fit import FitStream, check_state
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.objects import registration
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.worker.state.copies import StateCopy
-from raysgd.worker.state.replica_state import RESUME, ReplicaState
+from raysgd.trainer.worker.state.copies import StateCopy
+from raysgd.trainer.worker.state.replica_state import RESUME, ReplicaState
 
 
 class KerasState(ReplicaState):

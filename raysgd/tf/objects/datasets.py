@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raysgd._private_names import require_names
+from raysgd.core.private_names import require_names
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._private_names import find_name
+from raysgd.core.private_names import find_name
 
 _first_counts: Mapping[str, int] | None = None  # before the first `setup` of this process
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raysgd._private_names import require_names
+from raysgd.core.private_names import require_names
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects.datasets import zeros
-from raysgd.worker.operator import RegisteredParts, parts_of
+from raysgd.trainer.worker.operator import RegisteredParts, parts_of
 
 
 def models_of(given: Any) -> RegisteredParts:

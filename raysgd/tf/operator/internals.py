@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._arguments import check_seed
-from raysgd.arrays.ray_batches import RayLoader
-from raysgd.engine.shared.types import World
-from raysgd.messages.prediction import HAS_TARGET
-from raysgd.messages.settings import ReplicaSettings
+from raysgd.core.arguments import check_seed
+from raysgd.core.arrays.ray_batches import RayLoader
+from raysgd.core.engine.shared.types import World
 from raysgd.streams.source import StreamData
 from raysgd.tf.data.call_data import inputs
 from raysgd.tf.fit import FitStream
 from raysgd.tf.objects.datasets import Sharding, num_samples
 from raysgd.tf.parallel.global_metrics import merged
 from raysgd.tf.parallel.keras_sync import Synchronizer
-from raysgd.worker.operator import Internals, required
+from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.messages.prediction import HAS_TARGET
+from raysgd.trainer.worker.operator import Internals, required
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RegisteredData:
 
 
 class TFInternals(Internals):
-    """See `raysgd.worker.operator.Internals`.
+    """See `raysgd.trainer.worker.operator.Internals`.
 
     Attributes:
         registered: The registered models, optimizers, loss and metrics.

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._state.host_buffers import HostBuffers
-from raysgd.connections.group import Array, Group
+from raysgd.core.connections.group import Array, Group
+from raysgd.core.state.host_buffers import HostBuffers
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.tf.parallel.step import Exchange, TracedStep
-from raysgd.worker.ledger import Ledger
+from raysgd.trainer.worker.ledger import Ledger
 
 _EQUAL_WEIGHTS = 1e-6
 """Tolerance for the sum of the ranks' weights, which is 1 in steps with as many samples as the first one."""

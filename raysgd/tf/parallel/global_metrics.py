@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.connections.group import Array, Group
+from raysgd.core.connections.group import Array, Group
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.objects import registration
 from raysgd.tf.parallel.step import TracedStep

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from raysgd._private_names import require_names
-from raysgd.connections.group import Group
-from raysgd.connections.tensorflow import group_of
-from raysgd.engine.shared.types import World
+from raysgd.core.connections.group import Group
+from raysgd.core.connections.tensorflow import group_of
+from raysgd.core.engine.shared.types import World
+from raysgd.core.private_names import require_names
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.tf.objects import registration
 from raysgd.tf.objects.datasets import num_samples

@@ -33,8 +33,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from raysgd._reading.former_pickles import FORMER_FUNCTIONS, FormerValue
-from raysgd._reading.strict_reading import (
+from raysgd.core.reading.former_pickles import FORMER_FUNCTIONS, FormerValue
+from raysgd.core.reading.strict_reading import (
     DamagedFileError,
     NotPlainError,
     check_format,

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd._files import flush_to_disk, remove_leftovers
-from raysgd._reading.strict_reading import corrupted, require
+from raysgd.core.files import flush_to_disk, remove_leftovers
+from raysgd.core.reading.strict_reading import corrupted, require
 from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.divided_state import DividedState, Index, MakeRoom, Tensors, begin_of, content_of
 from raysgd.torch.objects.rng import RNG
-from raysgd.worker.state.replica_state import RESUME
+from raysgd.trainer.worker.state.replica_state import RESUME
 
 REST = "rest.pt"
 """File with everything but the tensors and the random states."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from raysgd._state.state_codec import decode
-from raysgd.engine.transfers import DividedValue
+from raysgd.core.engine.transfers import DividedValue
+from raysgd.core.state.state_codec import decode
 
 Path_ = tuple[str | int, ...]
 """Place of a tensor in a state."""

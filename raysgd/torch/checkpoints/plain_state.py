@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd._reading.former_pickles import FormerValue
-from raysgd._reading.strict_reading import check_depth, require
+from raysgd.core.reading.former_pickles import FormerValue
+from raysgd.core.reading.strict_reading import check_depth, require
 
 NUMPY_KEY = "raysgd_numpy"
 """Only key of a dict that stands for a NumPy array."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raysgd._imports import require
+from raysgd.core.imports import require
 from raysgd.exceptions import CheckpointCorruptedError
 
 _NUM_MODELS, _TIED, _LEFT_OUT = "raysgd_models", "raysgd_tied", "raysgd_left_out"

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Sampler
 
-from raysgd._numbers.seeds import seed_of
-from raysgd.arrays.division import BatchShare, Division, ShardedGlobalBatch
+from raysgd.core.arrays.division import BatchShare, Division, ShardedGlobalBatch
+from raysgd.core.numbers.seeds import seed_of
 from raysgd.torch.data.sample_order import BatchesOrder, Indices, JoinedBatches, SampleOrder, SamplerOrder
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd._numbers.seeds import seed_of
+from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.source import StreamSource
 from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.data.batches import count_samples
@@ -24,8 +24,8 @@ from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.strategy import Summation
-from raysgd.worker.data import batch_streams
-from raysgd.worker.data.batch_streams import NO_BATCH
+from raysgd.trainer.worker.data import batch_streams
+from raysgd.trainer.worker.data.batch_streams import NO_BATCH
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +116,13 @@ class DividedLoaderSource:
             )
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """See `raysgd.worker.data.feed.Feed`."""
+        """See `raysgd.trainer.worker.data.feed.Feed`."""
         origin = {"seed": self.seed, **self._size}
         order = self._order_before or self._sharded.sampler.fingerprint() if is_mid_pass else None
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """See `raysgd.worker.data.feed.Feed`."""
+        """See `raysgd.trainer.worker.data.feed.Feed`."""
         if any(position.get(name) != number for name, number in self._size.items()):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return False
@@ -236,7 +236,7 @@ class PlainSource:
         is_in_lockstep: True if the ranks step together, however many batches each of them has.
 
     Attributes:
-        is_divided: True if the library divides the data; see `raysgd.worker.data.feed.Feed`.
+        is_divided: True if the library divides the data; see `raysgd.trainer.worker.data.feed.Feed`.
         left_out: Number of rows that could not be read and were left out.
         most_batches: Number of batches that a rank takes for a global step, one after the other.
         num_shards: Number of logical shards in a global batch; 0 if it is divided by ranks.

@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import default_collate
 
-from raysgd._text.frames import defined_at
+from raysgd.core.text.frames import defined_at
 from raysgd.torch.parallel.strategy import unwrap
 
 _MOST_BYTES_COPIED = 2**20

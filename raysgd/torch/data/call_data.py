@@ -10,14 +10,21 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from raysgd.arrays import data_kinds, trees
-from raysgd.arrays.arrays import Arrays, as_arrays
-from raysgd.arrays.containers import ArrayContainer
-from raysgd.arrays.data_kinds import CallData, Kind, RepeatedBatches, every_nth, size_of
-from raysgd.arrays.ray_batches import BatchForm
-from raysgd.messages import prediction_data
-from raysgd.messages.prediction import AsBatch, PredictRequest, Rows, Work
-from raysgd.messages.prediction_data import (
+from raysgd.core.arrays import data_kinds, trees
+from raysgd.core.arrays.arrays import Arrays, as_arrays
+from raysgd.core.arrays.containers import ArrayContainer
+from raysgd.core.arrays.data_kinds import CallData, Kind, RepeatedBatches, every_nth, size_of
+from raysgd.core.arrays.ray_batches import BatchForm
+from raysgd.streams.source import BatchesInOrder
+from raysgd.streams.stream import Stream
+from raysgd.torch.data.batch_sampler import GlobalBatchRule
+from raysgd.torch.data.batches import TensorCollate, count_samples
+from raysgd.torch.data.ray_tensors import as_batch
+from raysgd.torch.data.sample_order import length_of
+from raysgd.torch.data.sampling import ShardedLoader, ending_with_parent, kept_options, shard_loader
+from raysgd.trainer.messages import prediction_data
+from raysgd.trainer.messages.prediction import AsBatch, PredictRequest, Rows, Work
+from raysgd.trainer.messages.prediction_data import (
     BatchRequest,
     Found,
     PredictionSource,
@@ -26,13 +33,6 @@ from raysgd.messages.prediction_data import (
     source_of_batches,
     source_of_rows,
 )
-from raysgd.streams.source import BatchesInOrder
-from raysgd.streams.stream import Stream
-from raysgd.torch.data.batch_sampler import GlobalBatchRule
-from raysgd.torch.data.batches import TensorCollate, count_samples
-from raysgd.torch.data.ray_tensors import as_batch
-from raysgd.torch.data.sample_order import length_of
-from raysgd.torch.data.sampling import ShardedLoader, ending_with_parent, kept_options, shard_loader
 
 
 def kind_of(dataset: Any) -> Kind | None:

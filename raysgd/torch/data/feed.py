@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from raysgd.arrays.data_kinds import RepeatedBatches
-from raysgd.arrays.ray_batches import RayLoader
-from raysgd.engine.shared.types import DataLedger
+from raysgd.core.arrays.data_kinds import RepeatedBatches
+from raysgd.core.arrays.ray_batches import RayLoader
+from raysgd.core.engine.shared.types import DataLedger
 from raysgd.exceptions import NoDataError
-from raysgd.messages.epochs import EpochRequest
-from raysgd.messages.prediction import AsBatch
 from raysgd.streams.source import StreamData, StreamSource, stream_data
 from raysgd.streams.stream import Stream
 from raysgd.torch.data import call_data
@@ -30,9 +28,11 @@ from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.ranks import Ranks
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.worker.data import feed
-from raysgd.worker.data.batch_streams import NO_BATCH
-from raysgd.worker.data.feed import has_divided_source
+from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.messages.prediction import AsBatch
+from raysgd.trainer.worker.data import feed
+from raysgd.trainer.worker.data.batch_streams import NO_BATCH
+from raysgd.trainer.worker.data.feed import has_divided_source
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.arrays import trees
-from raysgd.arrays.ray_batches import BatchForm, formed, stacked
+from raysgd.core.arrays import trees
+from raysgd.core.arrays.ray_batches import BatchForm, formed, stacked
 
 
 def as_batch(arrays: Any, form: BatchForm, models: Iterable[torch.nn.Module] = ()) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from raysgd._numbers.seeds import seed_of
+from raysgd.core.numbers.seeds import seed_of
 from raysgd.torch.objects import rng
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"

@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from raysgd import _arguments as checks
-from raysgd._arguments import did_you_mean, is_number, refuse_text
-from raysgd._text.log_lines import Once
-from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
-from raysgd.engine.placement import num_gpus
-from raysgd.messages.batching import check_global_size, split_batch_size
-from raysgd.messages.settings import GroupSettings
+from raysgd.core import arguments as checks
+from raysgd.core.arguments import did_you_mean, is_number, refuse_text
+from raysgd.core.connections.horovod import INSTALL_COMMAND, import_horovod
+from raysgd.core.engine.placement import num_gpus
+from raysgd.core.text.log_lines import Once
 from raysgd.torch import constants
 from raysgd.torch.data import call_data
 from raysgd.torch.objects.precision import choose_precision
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.trainer.configuration.batching import check_global_size, split_batch_size
+from raysgd.trainer.configuration.settings import GroupSettings
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def check_place(num_workers: int, use_local: Any) -> None:
 
 def _check_use_local(num_workers: int) -> None:
     if num_workers > 1:
-        from raysgd.engine.placement import is_ray_client
+        from raysgd.core.engine.placement import is_ray_client
 
         if is_ray_client():
             raise ValueError(

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 
 from raysgd.exceptions import UnevenStepsError
-from raysgd.messages.epochs import EpochAnswer
-from raysgd.messages.joint_work import difference
-from raysgd.messages.weight_sums import REASONS_OF_TORCH, check_equal
+from raysgd.trainer.messages.epochs import EpochAnswer
+from raysgd.trainer.messages.joint_work import difference
+from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, check_equal
 from raysgd.utils import BATCH_COUNT
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from raysgd import _arguments as checks
-from raysgd.engine.snapshots import Snapshot
+from raysgd.core import arguments as checks
+from raysgd.core.engine.snapshots import Snapshot
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
 from raysgd.torch.hosting.replica_state import CRITERION, REMADE, as_in_file
 from raysgd.torch.objects.loading import with_plain_names
-from raysgd.worker.state.replica_state import RESUME
+from raysgd.trainer.worker.state.replica_state import RESUME
 
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")
 """Parts of a file, for `load(parts=...)`."""

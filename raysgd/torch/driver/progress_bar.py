@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from raysgd._imports import require
-from raysgd._numbers.results import CallProgress
 from raysgd.callbacks.progress import LineBar, make_bar
+from raysgd.core.imports import require
+from raysgd.core.numbers.results import CallProgress
 
 
 @contextmanager

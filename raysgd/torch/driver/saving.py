@@ -8,14 +8,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
-from raysgd import _arguments as checks
-from raysgd._state.state_codec import EncodedState, decode, lend
-from raysgd.driver.keeping import FileSaves, load_into_all, load_snapshot_into_all
-from raysgd.engine.controller import ElasticController
-from raysgd.engine.shared.call import Call
-from raysgd.engine.shared.types import World
-from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.transfers import DividedValue
+from raysgd.core import arguments as checks
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.types import World
+from raysgd.core.engine.snapshots import Snapshot, own_states
+from raysgd.core.engine.transfers import DividedValue
+from raysgd.core.state.state_codec import EncodedState, decode, lend
 from raysgd.storage import files
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
@@ -26,8 +25,9 @@ from raysgd.torch.hosting.replica_state import CRITERION, REMADE, as_in_file
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.worker.state.replica_state import RESUME
-from raysgd.worker.state.state_checks import check_parts, check_progress
+from raysgd.trainer.driver.keeping import FileSaves, load_into_all, load_snapshot_into_all
+from raysgd.trainer.worker.state.replica_state import RESUME
+from raysgd.trainer.worker.state.state_checks import check_parts, check_progress
 
 Content = tuple[dict[str, Any], tuple[Any, ...], bool]
 """A state to load: the shared state, each rank's own state, and True if nothing is missing."""

@@ -105,7 +105,7 @@ def train_cifar(
 
 
 if __name__ == "__main__":
-    from raysgd._arguments import parse_arguments
+    from raysgd.core.arguments import parse_arguments
 
     args = parse_arguments(__doc__)
     train_cifar(args.smoke_test, args.num_workers, args.use_gpu)

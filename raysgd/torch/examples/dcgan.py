@@ -178,7 +178,7 @@ def train_example(
 
 
 if __name__ == "__main__":
-    from raysgd._arguments import parse_arguments
+    from raysgd.core.arguments import parse_arguments
 
     args = parse_arguments(__doc__)
     train_example(args.num_workers, args.use_gpu, args.smoke_test)

@@ -94,7 +94,7 @@ def train_example(num_workers: int = 1, use_gpu: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    from raysgd._arguments import parse_arguments
+    from raysgd.core.arguments import parse_arguments
 
     args = parse_arguments(__doc__)
     train_example(args.num_workers, args.use_gpu)

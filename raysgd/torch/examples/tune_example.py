@@ -102,7 +102,7 @@ def _best_config(**options: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from raysgd._arguments import parse_arguments
+    from raysgd.core.arguments import parse_arguments
 
     args = parse_arguments(__doc__)
     print(tune_example(get_custom_training_operator(), args.num_workers, args.use_gpu))

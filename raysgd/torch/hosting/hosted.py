@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 
-from raysgd.arrays.ray_batches import BatchForm
-from raysgd.engine.shared.types import World
+from raysgd.core.arrays.ray_batches import BatchForm
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
-from raysgd.messages.epochs import bind_batch_info
-from raysgd.messages.facts import RunnerFacts
-from raysgd.messages.prediction import PredictRequest, Work
-from raysgd.messages.weight_sums import WeightSums
 from raysgd.streams.source import StreamData
 from raysgd.torch.data import call_data
 from raysgd.torch.data.batch_streams import DividedLoaderSource
@@ -41,11 +37,15 @@ from raysgd.torch.parallel.global_record import sums_of
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
+from raysgd.trainer.messages.epochs import bind_batch_info
+from raysgd.trainer.messages.facts import RunnerFacts
+from raysgd.trainer.messages.prediction import PredictRequest, Work
+from raysgd.trainer.messages.weight_sums import WeightSums
+from raysgd.trainer.worker import hosted
+from raysgd.trainer.worker.data.epoch_run import EpochRun
+from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.operator import check_is_set_up, take_place
 from raysgd.utils import BATCH_SIZE
-from raysgd.worker import hosted
-from raysgd.worker.data.epoch_run import EpochRun
-from raysgd.worker.ledger import Ledger
-from raysgd.worker.operator import check_is_set_up, take_place
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from raysgd._state.state_codec import EncodedState, StateEncoder, decode
-from raysgd.engine.transfers import DividedValue
+from raysgd.core.engine.transfers import DividedValue
+from raysgd.core.state.state_codec import EncodedState, StateEncoder, decode
 from raysgd.torch.checkpoints import divided_folder, divided_state
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.checkpoints.divided_state import Path_
@@ -30,8 +30,8 @@ from raysgd.torch.objects.precision import saved_state
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.worker.state.copies import StateCopy
-from raysgd.worker.state.replica_state import RESUME, ReplicaState
+from raysgd.trainer.worker.state.copies import StateCopy
+from raysgd.trainer.worker.state.replica_state import RESUME, ReplicaState
 
 logger = logging.getLogger(__name__)
 

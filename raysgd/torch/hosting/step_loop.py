@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from raysgd._arguments import is_integer
-from raysgd._text.frames import defined_at
-from raysgd.connections._origins import with_causes
-from raysgd.connections.mesh.mesh import NotAligned
-from raysgd.connections.torch import is_connection_error
-from raysgd.engine.shared.types import World
-from raysgd.messages.joint_work import JointWork
+from raysgd.core.arguments import is_integer
+from raysgd.core.connections._origins import with_causes
+from raysgd.core.connections.mesh.mesh import NotAligned
+from raysgd.core.connections.torch import is_connection_error
+from raysgd.core.engine.shared.types import World
+from raysgd.core.text.frames import defined_at
 from raysgd.torch.data.batch_streams import LoaderSource
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.leg import Leg
@@ -24,9 +23,10 @@ from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.worker.data.loop import Loop
-from raysgd.worker.hosted import is_of_library
-from raysgd.worker.ledger import Ledger
+from raysgd.trainer.messages.joint_work import JointWork
+from raysgd.trainer.worker.data.loop import Loop
+from raysgd.trainer.worker.hosted import is_of_library
+from raysgd.trainer.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raysgd._numbers.meters import AverageMeterCollection, MetricSummary, weight_of
+from raysgd.core.numbers.meters import AverageMeterCollection, MetricSummary, weight_of
 from raysgd.utils import NUM_SAMPLES
 
 _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import torch
 from torch.nn import functional
 
-from raysgd._text.log_lines import Once
+from raysgd.core.text.log_lines import Once
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from raysgd._private_names import require_names
+from raysgd.core.private_names import require_names
 from raysgd.exceptions import InvalidRegistrationError
 
 _RESETS = ("reset_parameters", "_reset_parameters")  # the latter in PyTorch's attention modules

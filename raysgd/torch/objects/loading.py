@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from raysgd._arguments import is_integer
-from raysgd.worker.state.state_checks import require
+from raysgd.core.arguments import is_integer
+from raysgd.trainer.worker.state.state_checks import require
 
 _EXTRA_STATE = "_extra_state"
 """Suffix of keys with results of `get_extra_state`, which their owners may keep a reference to."""

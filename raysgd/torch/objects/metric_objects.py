@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd._imports import require
-from raysgd._private_names import require_names
+from raysgd.core.imports import require
+from raysgd.core.private_names import require_names
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from raysgd._private_names import require_names
+from raysgd.core.private_names import require_names
 from raysgd.torch.objects.loading import plain
-from raysgd.worker.state.state_checks import require
+from raysgd.trainer.worker.state.state_checks import require
 
 Digests = Mapping[str, str]
 """Digest of each parameter of a module, with its dtype and shape."""

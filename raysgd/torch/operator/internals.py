@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from raysgd._numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, weight_of
-from raysgd._numbers.results import as_number
-from raysgd._text.frames import defined_at
-from raysgd.arrays.ray_batches import BatchForm
-from raysgd.messages.prediction import HAS_TARGET
+from raysgd.core.arrays.ray_batches import BatchForm
+from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, weight_of
+from raysgd.core.numbers.results import as_number
+from raysgd.core.text.frames import defined_at
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.data import batches
 from raysgd.torch.data.ray_tensors import as_batch
@@ -30,10 +29,11 @@ from raysgd.torch.objects.precision import warn_of_short_weights
 from raysgd.torch.operator.registrar import RegisteredData, RegisteredObjects, register
 from raysgd.torch.operator.settings import OperatorContext
 from raysgd.torch.step.gradients import Gradients, OwnSteps
+from raysgd.trainer.messages.prediction import HAS_TARGET
+from raysgd.trainer.worker.data.around_batch import note, set_apart
+from raysgd.trainer.worker.operator import Internals, required
+from raysgd.trainer.worker.state.state_checks import require
 from raysgd.utils import IS_PADDING
-from raysgd.worker.data.around_batch import note, set_apart
-from raysgd.worker.operator import Internals, required
-from raysgd.worker.state.state_checks import require
 
 Flags = tuple[list[list[bool]], list[int]]
 Noted = dict[str, Any]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from raysgd.arrays.ray_batches import Convert, RayBatches, RayLoader, ray_batches, ray_batches_of
-from raysgd.engine.shared.types import World
+from raysgd.core.arrays.ray_batches import Convert, RayBatches, RayLoader, ray_batches, ray_batches_of
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.streams.source import StreamData, stream_data
 from raysgd.streams.stream import Stream
@@ -26,7 +26,7 @@ from raysgd.torch.objects.filling import is_empty, refuse_states
 from raysgd.torch.operator.settings import OperatorContext, TorchSettings
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
 from raysgd.torch.parallel.strategy import unwrap
-from raysgd.worker.operator import RegisteredParts, parts_of
+from raysgd.trainer.worker.operator import RegisteredParts, parts_of
 
 logger = logging.getLogger(__name__)
 

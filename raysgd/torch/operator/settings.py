@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from raysgd._arguments import check_kind, check_seed, refuse_text
-from raysgd._imports import require
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.engine.shared.types import World
-from raysgd.messages.settings import STREAMS_NEED, ReplicaSettings
+from raysgd.core.arguments import check_kind, check_seed, refuse_text
+from raysgd.core.engine.shared.types import World
+from raysgd.core.imports import require
 from raysgd.torch.constants import VALID_SCHEDULER_STEP
 from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.precision import Precision, choose_precision
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
 from raysgd.torch.parallel.strategy import NoParallel, trainable
+from raysgd.trainer.configuration.settings import STREAMS_NEED, ReplicaSettings
 
 
 @dataclass(frozen=True, kw_only=True)

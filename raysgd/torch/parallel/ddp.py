@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd._private_names import require_names
+from raysgd.core.private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, take_from_first, trainable

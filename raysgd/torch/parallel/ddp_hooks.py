@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.connections.group import Array, Group
-from raysgd.connections.torch import exchanges_at_once
+from raysgd.core.connections.group import Array, Group
+from raysgd.core.connections.torch import exchanges_at_once
 from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.strategy import NoParallel

@@ -7,7 +7,7 @@ Every exchange of gradients by `DistributedDataParallel` or Horovod reports how 
 that is known, it counts only if the connections are still open. If a rank was lost *after* the step's exchanges, the
 step is valid, because it has the gradients of all ranks.
 
-With its last gradients, a step also exchanges rows: what each rank has measured, see `raysgd.worker.data.rank_rows`.
+With its last gradients, a step also exchanges rows: what each rank has measured, see `raysgd.trainer.worker.data.rank_rows`.
 Rows are sent over the mesh of the ranks, which exists with gloo only.
 """
 
@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch.distributed import DistNetworkError
 
-from raysgd.connections.group import Array, Group
-from raysgd.connections.mesh.mesh import MeshBroken
-from raysgd.connections.torch import exchanges_at_once, is_connection_error, is_group_broken
+from raysgd.core.connections.group import Array, Group
+from raysgd.core.connections.mesh.mesh import MeshBroken
+from raysgd.core.connections.torch import exchanges_at_once, is_connection_error, is_group_broken
 from raysgd.torch.parallel.batch import Batch
-from raysgd.worker.data.epoch_run import METRICS, EpochRun
-from raysgd.worker.data.rank_rows import Gather, RowExchange
-from raysgd.worker.ledger import Ledger
+from raysgd.trainer.worker.data.epoch_run import METRICS, EpochRun
+from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
+from raysgd.trainer.worker.ledger import Ledger
 
 
 class StepRows:

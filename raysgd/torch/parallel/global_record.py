@@ -20,8 +20,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from raysgd.messages.joint_work import JointWork
-from raysgd.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
+from raysgd.trainer.messages.joint_work import JointWork
+from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
 
 _NUM_MARKS = 32  # how far ranks that do the same may be apart: a GPU runs behind the record
 _CHUNK = 1 << 16  # numbers that a CPU converts at once, to stay in its cache

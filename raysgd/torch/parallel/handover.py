@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from raysgd._state.state_codec import EncodedState, decode, lend
-from raysgd.connections.group import Array
-from raysgd.connections.mesh.mesh import Bytes
-from raysgd.connections.mesh.sums import Chain, ChainTransfer
-from raysgd.connections.torch import board_of_group, exchanges_at_once
+from raysgd.core.connections.group import Array
+from raysgd.core.connections.mesh.mesh import Bytes
+from raysgd.core.connections.mesh.sums import Chain, ChainTransfer
+from raysgd.core.connections.torch import board_of_group, exchanges_at_once
+from raysgd.core.state.state_codec import EncodedState, decode, lend
 
 STAGED_BYTES = 2**24
 """Size of each of the two buffers."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from raysgd._private_names import require_names
-from raysgd.connections.horovod import import_horovod, is_connection_error
+from raysgd.core.connections.horovod import import_horovod, is_connection_error
+from raysgd.core.private_names import require_names
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.global_record import GlobalRecord

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.arrays.division import even_counts
-from raysgd.connections.torch import exchanges_at_once
+from raysgd.core.arrays.division import even_counts
+from raysgd.core.connections.torch import exchanges_at_once
 from raysgd.torch.objects import rng
 
 

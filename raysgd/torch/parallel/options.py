@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._arguments import check_count, check_switch, is_number
+from raysgd.core.arguments import check_count, check_switch, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

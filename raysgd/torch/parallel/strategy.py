@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from raysgd.connections.group import Group
-from raysgd.connections.torch import exchanges_at_once, summation_beside
+from raysgd.core.connections.group import Group
+from raysgd.core.connections.torch import exchanges_at_once, summation_beside
 from raysgd.torch.objects.blocks import without_checkpointing
 from raysgd.torch.objects.loading import load_model, load_optimizer
 from raysgd.torch.parallel.exchanges import Exchanges, gather_rows
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg, StepWatcher
 from raysgd.torch.parallel.logical_shards import LogicalShards
-from raysgd.worker.data.rank_rows import Gather, RowExchange
+from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 
 # Starts to add up a tensor of integers over the ranks, in place. Returns a function that waits for the sum.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn import BatchNorm1d, Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd._private_names import require_names
+from raysgd.core.private_names import require_names
 from raysgd.torch.data.batch_sampler import PassPlan
 from raysgd.torch.parallel.leg import Leg
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from raysgd._numbers.meters import BATCH_WEIGHT, as_weight
-from raysgd._text.log_lines import Once
+from raysgd.core.numbers.meters import BATCH_WEIGHT, as_weight
+from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.criteria import LossCall
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.worker.worker_callbacks import InstalledCallbacks
+from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 logger = logging.getLogger(__name__)
 

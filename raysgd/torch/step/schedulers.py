@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
-from raysgd._numbers.metric_names import validation_name
-from raysgd._numbers.results import as_number
+from raysgd.core.numbers.metric_names import validation_name
+from raysgd.core.numbers.results import as_number
 from raysgd.torch.constants import SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.batch import Batch

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from raysgd._private_names import require_names
-from raysgd.engine.shared.time_spent import UNDO
+from raysgd.core.engine.shared.time_spent import UNDO
+from raysgd.core.private_names import require_names
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.precision import Precision
-from raysgd.worker.ledger import Ledger
+from raysgd.trainer.worker.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

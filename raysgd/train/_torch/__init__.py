@@ -3,6 +3,6 @@
 Import them from `raysgd.train.torch`.
 """
 
-from raysgd._imports import require
+from raysgd.core.imports import require
 
 require("torch", extra="torch", purpose="`raysgd.train.torch`")

@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from raysgd.air._running import RunningSession, current_session
-from raysgd.connections.torch import exchanges_at_once, is_connection_error
-from raysgd.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal
+from raysgd.core.connections.torch import exchanges_at_once, is_connection_error
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.ddp_hooks import COMM_HOOK
@@ -33,6 +32,7 @@ from raysgd.torch.parallel.global_record import sums_of
 from raysgd.torch.parallel.strategy import repeat_first
 from raysgd.torch.step.undo import Undo, digests_of
 from raysgd.train._worker.membership import BatchStart, GroupPlace, Membership
+from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace, check_equal
 
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_global"

@@ -19,9 +19,9 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from raysgd._numbers.seeds import seed_of
 from raysgd.air._running import helper_session
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
+from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.sample_order import SamplerOrder, ShuffledOrder, divides_data, length_of, order_of

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from raysgd.air._running import Alone, RunningSession, current_session, helper_session
-from raysgd.connections.torch import ordinal_of
+from raysgd.core.connections.torch import ordinal_of
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions

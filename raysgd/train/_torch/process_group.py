@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd._arguments import check_seconds
 from raysgd.air._running import current_session
-from raysgd.connections.torch import TorchConnection, end_process_group
-from raysgd.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.core.arguments import check_seconds
+from raysgd.core.connections.torch import TorchConnection, end_process_group
+from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection
 from raysgd.train.backend import Backend, BackendConfig, EncodedData, PlacedConnection
 
 if TYPE_CHECKING:

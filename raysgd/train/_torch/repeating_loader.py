@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from raysgd.arrays.division import Division
-from raysgd.engine.shared.types import World
+from raysgd.core.arrays.division import Division
+from raysgd.core.engine.shared.types import World
 from raysgd.torch.data.sample_order import Indices, SamplerOrder
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._worker.shards import StreamPart

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd._state.state_codec import decode
 from raysgd.air._running import close_session, open_session
-from raysgd.engine.shared.replica import Capture
-from raysgd.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
+from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
+from raysgd.core.state.state_codec import decode
 from raysgd.exceptions import TrainBackendError
 from raysgd.train._worker.function_session import Session
 from raysgd.train._worker.mailbox import PendingCheckpoints

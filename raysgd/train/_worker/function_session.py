@@ -13,9 +13,9 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd._state.state_codec import EncodedState, StateEncoder
 from raysgd.air.reports import UploadOptions, node_ip
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
+from raysgd.core.state.state_codec import EncodedState, StateEncoder
 from raysgd.train._worker.mailbox import Mailbox, PendingCheckpoints
 from raysgd.train._worker.membership import Membership
 from raysgd.train._worker.messages import (

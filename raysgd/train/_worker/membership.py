@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 
 _BREAKS_IN_S = 60.0  # how long an exchange may take to fail after its connections were closed

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raysgd.arrays.division import Division
-from raysgd.engine.shared.types import World
-from raysgd.engine.worker import packed_bytes
+from raysgd.core.arrays.division import Division
+from raysgd.core.engine.shared.types import World
+from raysgd.core.engine.worker import packed_bytes
 from raysgd.streams.global_reader import StartSum
 from raysgd.streams.loaders import ArrayCollate, Collate
 from raysgd.streams.source import StreamGroup, StreamSource, check_batched, stream_data

@@ -6,8 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd._files import check_local
 from raysgd.compat.names import former_names
+from raysgd.core.files import check_local
+from raysgd.core.writers.files import EventFile, JsonList
+from raysgd.core.writers.files import SafeFallbackEncoder as SafeFallbackEncoder
+from raysgd.core.writers.services import MLflowRun
+from raysgd.core.writers.sink import RunInFolder, SafeSink, Sink
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import (
@@ -18,10 +22,6 @@ from raysgd.train.constants import (
     TRAIN_CHECKPOINT_SUBDIR,
     TRAINING_ITERATION,
 )
-from raysgd.writers.files import EventFile, JsonList
-from raysgd.writers.files import SafeFallbackEncoder as SafeFallbackEncoder
-from raysgd.writers.services import MLflowRun
-from raysgd.writers.sink import RunInFolder, SafeSink, Sink
 
 
 class LogdirManager:

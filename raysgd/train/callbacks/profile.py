@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from raysgd._text.log_lines import Once
+from raysgd.core.text.log_lines import Once
+from raysgd.core.writers.sink import failures_warned
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.logging import LogdirManager
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
-from raysgd.writers.sink import failures_warned
 
 _FOLDER = "pytorch_profiler"
 

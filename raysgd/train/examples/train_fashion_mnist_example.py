@@ -104,7 +104,7 @@ def train_fashion_mnist(num_workers: int = 1, use_gpu: bool = False, test_mode: 
 
 
 if __name__ == "__main__":
-    from raysgd._arguments import parse_arguments
+    from raysgd.core.arguments import parse_arguments
 
     args = parse_arguments(__doc__)
     train_fashion_mnist(args.num_workers, args.use_gpu, args.smoke_test)

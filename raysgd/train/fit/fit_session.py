@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._text.log_lines import Once
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.reports import UploadOptions
 from raysgd.air.trial import checkpoint_name
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
+from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder
 from raysgd.train._worker.function_session import Session

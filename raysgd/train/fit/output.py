@@ -18,8 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from raysgd._files import replacing
-from raysgd._text.secrets import has_secret, masked
 from raysgd.air.constants import CSV_LOGGER, ERROR_FILE, ERROR_PICKLE_FILE, JSON_LOGGER, RESULT_FILE, TENSORBOARD_LOGGER
 from raysgd.air.reports import (
     CHECKPOINT_DIR_NAME,
@@ -32,9 +30,11 @@ from raysgd.air.reports import (
 )
 from raysgd.air.result import flattened
 from raysgd.air.trial import FitTrialView, TrialFolder
+from raysgd.core.files import replacing
+from raysgd.core.text.secrets import has_secret, masked
+from raysgd.core.writers.files import CsvTable, EventFile, JsonLines, as_json
+from raysgd.core.writers.sink import RunInFolder, SafeSink
 from raysgd.exceptions import failure_logged
-from raysgd.writers.files import CsvTable, EventFile, JsonLines, as_json
-from raysgd.writers.sink import RunInFolder, SafeSink
 
 logger = logging.getLogger(__name__)
 

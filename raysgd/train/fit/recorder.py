@@ -16,10 +16,6 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from raysgd._arguments import is_integer, is_number, takes
-from raysgd._numbers.ranking import BestCheckpoints, SavedCheckpoint, as_score
-from raysgd._text.log_lines import Once
-from raysgd._text.secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig, RunConfig
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
@@ -33,7 +29,12 @@ from raysgd.air.reports import (
 from raysgd.air.result import Kept, Result, by_checkpoint, read_reports, value_at
 from raysgd.air.trial import FitTrialView, TrialFolder, checkpoint_index
 from raysgd.callbacks.calling import RunCallbacks
-from raysgd.engine.shared.group_events import GroupEvent
+from raysgd.core.arguments import is_integer, is_number, takes
+from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.numbers.ranking import BestCheckpoints, SavedCheckpoint, as_score
+from raysgd.core.text.log_lines import Once
+from raysgd.core.text.secrets import masked
+from raysgd.core.writers.sink import SafeSink
 from raysgd.exceptions import failure_logged
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.output import (
@@ -44,7 +45,6 @@ from raysgd.train.fit.output import (
     shown_config,
     write_error,
 )
-from raysgd.writers.sink import SafeSink
 
 logger = logging.getLogger(__name__)
 

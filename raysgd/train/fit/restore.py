@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raysgd._imports import pickle_modules_by_name
-from raysgd._text.secrets import has_secret, masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
 from raysgd.air.trial import FitTrialView, TrialFolder
+from raysgd.core.imports import pickle_modules_by_name
+from raysgd.core.text.secrets import has_secret, masked
 from raysgd.storage import Folder, open_folder
 from raysgd.train.fit.output import pickled
 from raysgd.train.fit.recorder import RUN_FILE

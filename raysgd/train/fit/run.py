@@ -20,9 +20,9 @@ from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.trial import TrialFolder
-from raysgd.engine.placement import Reservation, ensure_ray
-from raysgd.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget, words
-from raysgd.engine.shared.types import Resources
+from raysgd.core.engine.placement import Reservation, ensure_ray
+from raysgd.core.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget, words
+from raysgd.core.engine.shared.types import Resources
 from raysgd.exceptions import (
     StorageError,
     WorkerError,
@@ -31,7 +31,6 @@ from raysgd.exceptions import (
     training_failed_error,
     worker_error,
 )
-from raysgd.messages.placement import Placement
 from raysgd.train import executor
 from raysgd.train._function_run import FunctionRun
 from raysgd.train.backend import BackendConfig
@@ -41,6 +40,7 @@ from raysgd.train.fit.checkpoints import FitCheckpoints, Landing
 from raysgd.train.fit.data import DatasetShards
 from raysgd.train.fit.fit_session import FitSession
 from raysgd.train.fit.recorder import Recorder, number_of
+from raysgd.trainer.configuration.placement import Placement
 
 if TYPE_CHECKING:
     from raysgd.air.result import Result

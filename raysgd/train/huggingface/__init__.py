@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from raysgd._imports import lazy_names
+from raysgd.core.imports import lazy_names
 
 lazy_names(__name__, {})

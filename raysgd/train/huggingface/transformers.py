@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from raysgd._imports import require
 from raysgd.air.checkpoint import Checkpoint
+from raysgd.core.imports import require
 from raysgd.train import session
 
 __all__ = ["RayTrainReportCallback", "prepare_trainer"]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd.core.engine.shared.types import DataLedger, World
 from raysgd.data import IterableStream
-from raysgd.engine.shared.types import DataLedger, World
 from raysgd.tf.data.batch_streams import (
     OwnSource,
     Passes,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
-from raysgd.messages.epochs import EpochRequest
 from raysgd.tf.hosting.feed import TFFeed
 from raysgd.tf.operator.internals import RegisteredData, RegisteredObjects
 from raysgd.tf.parallel.keras_sync import Synchronizer
+from raysgd.trainer.messages.epochs import EpochRequest
 
 REQUEST = EpochRequest(None, {}, False, seed=3)
 

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.engine.shared.types import World
-from raysgd.messages.epochs import EpochRequest
+from raysgd.core.engine.shared.types import World
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.fit import check_state
 from raysgd.tf.hosting.hosted import FitLoop, OperatorLoop
 from raysgd.tf.operator.internals import OperatorContext, TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
-from raysgd.worker.state.replica_state import RESUME
+from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.worker.state.replica_state import RESUME
 from tests.tf.models import Line, make_data, make_model
 
 REQUEST = EpochRequest(2, {}, False, seed=0)

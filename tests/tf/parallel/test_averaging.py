@@ -7,8 +7,8 @@ import gc
 import numpy as np
 import pytest
 
-from raysgd.connections.group import Group
-from raysgd.engine.shared.types import World
+from raysgd.core.connections.group import Group
+from raysgd.core.engine.shared.types import World
 from raysgd.tf.parallel.averaging import ExchangeRecord, GradientAverager, GradientLayout
 from raysgd.tf.parallel.global_losses import GlobalLosses
 from raysgd.tf.parallel.step import TFStep, TracedStep

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.hosting import hosted
 from raysgd.tf.operator.internals import OperatorContext, TFSettings

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from packaging.version import Version
 
-from raysgd.connections.group import Group
-from raysgd.engine.shared.types import World
+from raysgd.core.connections.group import Group
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.parallel import keras_sync
 from raysgd.tf.parallel.global_metrics import merge_statistics, merged, share_first

@@ -21,7 +21,7 @@ import pytest
 import torch
 import xxhash
 
-from raysgd._files import replacing
+from raysgd.core.files import replacing
 from raysgd.torch.checkpoints import checkpoint_file
 from raysgd.torch.checkpoints.checkpoint_file import (
     CheckpointCorruptedError,

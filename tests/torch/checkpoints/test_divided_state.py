@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd._state.state_codec import StateEncoder
-from raysgd.engine.transfers import DividedValue
+from raysgd.core.engine.transfers import DividedValue
+from raysgd.core.state.state_codec import StateEncoder
 from raysgd.torch.checkpoints import divided_state
 from raysgd.torch.checkpoints.divided_state import overlaps
 from tests.torch.operators_for_tests import equal

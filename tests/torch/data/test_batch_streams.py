@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from raysgd.connections.torch import end_process_group
+from raysgd.core.connections.torch import end_process_group
 from raysgd.torch.data.batch_streams import (
     DividedLoaderSource,
     LoaderSource,

@@ -1,6 +1,6 @@
 """The data of one replica: where it is, what a saved position does to it, and what becomes of it in another group.
 
-Covers `raysgd.worker.data.feed`: what it shares with TensorFlow is seen here over loaders.
+Covers `raysgd.trainer.worker.data.feed`: what it shares with TensorFlow is seen here over loaders.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from raysgd.arrays.data_kinds import CallData
-from raysgd.arrays.division import Division
-from raysgd.messages.epochs import EpochRequest
+from raysgd.core.arrays.data_kinds import CallData
+from raysgd.core.arrays.division import Division
 from raysgd.streams.source import stream_data
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
 from raysgd.torch.parallel.strategy import NoParallel
-from raysgd.worker.state.state_checks import check_progress
+from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.worker.state.state_checks import check_progress
 from tests.streams.made import MadeStream
 
 REQUEST = EpochRequest(None, {}, False, seed=3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.arrays.division import Division
+from raysgd.core.arrays.division import Division
 from raysgd.torch.data.batch_sampler import PassPlan, Share
 
 

@@ -1,6 +1,6 @@
 """`TorchTrainer.predict` with one worker in this process: kinds of data and results, refusals, what stays as it was.
 
-Covers `raysgd.messages.prediction`, `raysgd.messages.prediction_data` and `raysgd.arrays.containers`, which come
+Covers `raysgd.trainer.messages.prediction`, `raysgd.trainer.messages.prediction_data` and `raysgd.core.arrays.containers`, which come
 to life only with the arrays of a framework.
 """
 
@@ -23,7 +23,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from raysgd._numbers.results import CallProgress
+from raysgd.core.numbers.results import CallProgress
 from raysgd.data import Arrays
 from raysgd.torch import TorchTrainer, TrainingOperator
 

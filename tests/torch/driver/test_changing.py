@@ -1,6 +1,6 @@
 """Changes of what one worker in this process trains: entries of its config, its class, its seed.
 
-Covers `raysgd.driver.trainer` and `raysgd.torch.operator.internals`, too: what trainers of all frameworks can
+Covers `raysgd.trainer.driver.trainer` and `raysgd.torch.operator.internals`, too: what trainers of all frameworks can
 change, and how learning rates follow the config.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal

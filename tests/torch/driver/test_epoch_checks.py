@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from raysgd.exceptions import UnevenStepsError
-from raysgd.messages.epochs import EpochAnswer
-from raysgd.messages.joint_work import JointWork
 from raysgd.torch.driver.epoch_checks import check_alike
+from raysgd.trainer.messages.epochs import EpochAnswer
+from raysgd.trainer.messages.joint_work import JointWork
 
 
 def answer(num_steps: int, num_done: int | None) -> EpochAnswer:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from raysgd._numbers.results import CallProgress
+from raysgd.core.numbers.results import CallProgress
 from raysgd.torch.driver.progress_bar import epoch_bar
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.engine.shared.types import World
-from raysgd.engine.status import find_straggler
+from raysgd.core.engine.shared.types import World
+from raysgd.core.engine.status import find_straggler
 from raysgd.operators import GANOperator
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.hosting import step_loop
@@ -19,7 +19,7 @@ from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.worker.worker_callbacks import InstalledCallbacks
+from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 WORLD = World(0, 2)
 

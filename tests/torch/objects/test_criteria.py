@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raysgd._text.log_lines import Once
+from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.criteria import LossCall, LossCalls, accuracy, known
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5])

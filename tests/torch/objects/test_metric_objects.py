@@ -27,7 +27,7 @@ from torchmetrics.regression import (
 )
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
-from raysgd._numbers.meters import AverageMeterCollection
+from raysgd.core.numbers.meters import AverageMeterCollection
 from raysgd.torch.objects.metric_objects import capture, remember
 from tests.helpers.run_if import RunIf
 

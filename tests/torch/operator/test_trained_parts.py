@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd._state.state_codec import StateEncoder, decode
-from raysgd.engine.shared.types import World
-from raysgd.engine.transfers import DividedValue
-from raysgd.messages.epochs import EpochRequest
+from raysgd.core.engine.shared.types import World
+from raysgd.core.engine.transfers import DividedValue
+from raysgd.core.state.state_codec import StateEncoder, decode
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoints.divided_state import content_of, of_snapshot
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner
+from raysgd.trainer.messages.epochs import EpochRequest
 from tests.torch.operators_for_tests import LinearOperator, Operator, equal
 
 Make = Callable[..., TorchTrainer]

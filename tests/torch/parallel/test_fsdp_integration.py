@@ -17,10 +17,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raysgd.exceptions import CheckpointCorruptedError
-from raysgd.messages.recovery import Recovery
 from raysgd.torch import TorchTrainer
 from raysgd.torch.parallel.fsdp import FSDP, _filled, _skeleton_of
 from raysgd.torch.parallel.options import FSDPOptions
+from raysgd.trainer.configuration.recovery import Recovery
 from tests.helpers.patience import hearing_all_ranks
 from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, run_alone, run_together

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.messages.weight_sums import WeightSums, check_equal
 from raysgd.torch.parallel.global_record import GlobalRecord, sums_of
+from raysgd.trainer.messages.weight_sums import WeightSums, check_equal
 
 
 def test_ranks_that_do_the_same_come_to_the_same_record_in_each_call() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.connections.horovod import HorovodConnection, import_horovod
-from raysgd.engine.shared.types import World
+from raysgd.core.connections.horovod import HorovodConnection, import_horovod
+from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.driver import arguments

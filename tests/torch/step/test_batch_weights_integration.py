@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd.core.engine.shared.types import World
 from raysgd.data import IterableStream
-from raysgd.engine.shared.types import World
-from raysgd.messages.batch_options import BatchOptions
-from raysgd.messages.epochs import EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner
+from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.utils import BATCH_SIZE, BATCH_WEIGHT
 from tests.torch.lab import SEED, Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd._text.log_lines import Once
+from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.parallel.strategy import NoParallel
 from raysgd.torch.step.gradients import Gradients, OwnSteps, backward_with
-from raysgd.worker.worker_callbacks import InstalledCallbacks
+from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 
 class Bench:

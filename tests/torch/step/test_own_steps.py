@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from raysgd.engine.shared.types import World
-from raysgd.messages.epochs import EpochRequest
+from raysgd.core.engine.shared.types import World
 from raysgd.torch import TrainingOperator
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.options import StepOptions
 from raysgd.torch.torch_runner import TorchRunner
+from raysgd.trainer.messages.epochs import EpochRequest
 from tests.torch.operators_for_tests import LinearOperator
 
 BOUND = 0.01

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from raysgd.callbacks.averages import EMA
-from raysgd.engine.shared.time_spent import START_UP, UNDO
+from raysgd.core.engine.shared.time_spent import START_UP, UNDO
 from raysgd.torch.step import undo
 from raysgd.torch.step.undo import Undo
-from raysgd.worker.ledger import Ledger
+from raysgd.trainer.worker.ledger import Ledger
 
 
 class Program:

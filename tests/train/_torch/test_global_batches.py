@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.connections.torch import end_process_group
-from raysgd.engine.shared.types import World
+from raysgd.core.connections.torch import end_process_group
+from raysgd.core.engine.shared.types import World
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.loaders import of_stream, over_global_batches

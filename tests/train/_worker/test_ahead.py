@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd.air._running import current_session
-from raysgd.engine.shared.types import StateHandover, World
+from raysgd.core.engine.shared.types import StateHandover, World
 from raysgd.train import session
 from raysgd.train._function_run import MessageQueues
 from raysgd.train._worker.function_replica import FunctionReplica

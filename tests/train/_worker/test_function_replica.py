@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd._state.state_codec import lend
-from raysgd.engine.shared.types import Heartbeat, World
+from raysgd.core.engine.shared.types import Heartbeat, World
+from raysgd.core.state.state_codec import lend
 from raysgd.exceptions import TrainBackendError
 from raysgd.train import session
 from raysgd.train._worker.function_replica import FunctionReplica

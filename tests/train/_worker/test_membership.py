@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.shared.types import World
+from raysgd.core.engine.shared.types import World
 from raysgd.train._worker.membership import Membership
 
 BROKEN = ConnectionError("gone")

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd._state.state_codec import EncodedState, decode
-from raysgd._text.log_lines import Once
 from raysgd.air import _running
 from raysgd.air._running import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import CheckpointUploadMode
-from raysgd.engine.shared.types import StateHandover, World
+from raysgd.core.engine.shared.types import StateHandover, World
+from raysgd.core.state.state_codec import EncodedState, decode
+from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
 from raysgd.train import session

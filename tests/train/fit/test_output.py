@@ -15,11 +15,11 @@ import pytest
 
 from raysgd.air.constants import CSV_LOGGER, JSON_LOGGER, TENSORBOARD_LOGGER
 from raysgd.air.result import read_reports
+from raysgd.core.writers.files import as_json
+from raysgd.core.writers.sink import SafeSink
 from raysgd.storage import open_folder
 from raysgd.train.fit.output import open_writers, shown_config, write_error
 from raysgd.train.fit.output import write_params as write_parameters
-from raysgd.writers.files import as_json
-from raysgd.writers.sink import SafeSink
 from tests.helpers.run_if import RunIf
 from tests.train.fit.notes import events, lines_in
 

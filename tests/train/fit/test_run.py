@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.air import Checkpoint, RunConfig, ScalingConfig
 from raysgd.air._running import TrialFacts
-from raysgd.engine.policies import Decision, Diagnosis, RetryBudget
+from raysgd.core.engine.policies import Decision, Diagnosis, RetryBudget
 from raysgd.train._function_run import FunctionStep
 from raysgd.train._worker.messages import TrainingResultType
 from raysgd.train.backend import BackendConfig

@@ -1,0 +1,417 @@
+"""Checks of trainers' arguments, which refuse mistakes before anything starts, and the arguments of examples."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import fields
+from functools import wraps
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raysgd.core.synonyms import FUNCTION, PLACES, instead_of
+from raysgd.exceptions import InvalidCountError
+
+if TYPE_CHECKING:
+    import argparse
+
+logger = logging.getLogger(__name__)
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+MAX_WORKERS = 10_000
+"""More than any cluster has. A larger number is a mistake, such as a batch size in the wrong place."""
+
+MIN_HEARTBEAT_S = 0.1
+"""A live process may be silent for as long, for example while it collects garbage."""
+
+_MAX_SECONDS = 10**9
+"""About 30 years. Clocks and timeouts of operating systems cannot count much further."""
+
+_PART_OF_NODE = 0.001  # each node has one `accelerator_type:...`, which all its workers share
+
+
+def is_integer(value: Any) -> bool:
+    """Return True for an integer, including those of NumPy, which search algorithms return."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, hint: str) -> int:
+    """Return a positive integer as a Python `int`. Refuse anything else."""
+    if not is_integer(value) or value <= 0:
+        raise InvalidCountError(f"`{name}={value!r}`: need an integer of at least 1. {hint}")
+    return int(value)
+
+
+def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
+    """Return a number of workers as a Python `int`. Refuse anything else."""
+    if not is_integer(value) or not least <= value <= MAX_WORKERS:
+        raise InvalidCountError(f"`{name}={value!r}`: need an integer from {least} to {MAX_WORKERS}. {hint}")
+    return int(value)
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a finite number, including those of NumPy."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bool = True) -> float:
+    """Return a duration in seconds. Refuse anything else."""
+    is_long_enough = is_number(value) and (value >= least if may_be_least else value > least)
+    if not is_long_enough or value > _MAX_SECONDS:
+        limit = f"{least:g} or more" if may_be_least else f"more than {least:g}"
+        raise ValueError(f"`{name}={value!r}`: need a number of seconds, {limit} and at most {_MAX_SECONDS}.")
+    return value if isinstance(value, int | float) else float(value)
+
+
+def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
+    """Refuse anything but a duration, "auto", and None, which means `none_means`."""
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(
+            f'`{name}={value!r}`: allowed are "auto", a number of seconds, and None for {none_means}.'
+            f"{did_you_mean(value, ('auto',))}"
+        )
+    if value is not None and value != "auto":
+        check_seconds(name, value)
+
+
+def check_seed(value: Any) -> None:
+    """Refuse anything but a seed for random numbers."""
+    if not is_integer(value) or not 0 <= value < 2**31:
+        raise ValueError(f"`seed={value!r}`: need an integer from 0 to {2**31 - 1}, or None.")
+
+
+def check_amount(name: str, value: Any) -> None:
+    """Refuse anything but an amount of a resource."""
+    if not is_number(value) or value < 0:
+        raise ValueError(f"`{name}={value!r}`: need a number, 0 or more, and not infinite.")
+
+
+def refuse_text(**switches: Any) -> None:
+    """Refuse text in place of True or False, because even "no" would count as true. Accept all other values."""
+    for name, value in switches.items():
+        if isinstance(value, str | bytes):
+            raise ValueError(f"`{name}={value!r}`: need True or False; any string would count as True.")
+
+
+def check_switch(name: str, value: Any, *others: Any) -> None:
+    """Refuse anything but True, False, and `others`."""
+    if not isinstance(value, bool) and value not in others:
+        allowed = ", ".join(['"auto"' if other == "auto" else repr(other) for other in others] + ["True and False"])
+        raise ValueError(f"`{name}={value!r}`: allowed are {allowed}.")
+
+
+def check_kind(name: str, value: Any, kind: type[Any]) -> None:
+    """Refuse anything but an object of this class of the library."""
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}={value!r}`: need a `raysgd.{kind.__name__}`.")
+
+
+_MADE_FROM = {
+    **dict.fromkeys(
+        ("lightning.LightningModule", "pytorch_lightning.LightningModule"),
+        "`TrainingOperator.from_ptl({name})` makes one from a `LightningModule`.",
+    ),
+    "transformers.Trainer": "A subclass of `raysgd.operators.HuggingFaceOperator` returns its model and its data.",
+    "torch.Module": "Create the model in the `setup` of one.",
+}
+"""How to get from another class to an operator, by package and name of that class."""
+
+_MEANT = {
+    **dict.fromkeys(("training_step", "train_step"), "train_batch"),
+    **dict.fromkeys(("validation_step", "validate_step", "val_step", "val_batch"), "validate_batch"),
+    **dict.fromkeys(("validation_epoch", "validate_epoch", "val_epoch"), "validate"),
+    "predict_step": "predict_batch",
+}
+"""Names of operator methods in other libraries, and ours."""
+
+
+def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None:
+    """Refuse anything but an operator class that workers can instantiate, and warn of misspelled methods.
+
+    Args:
+        operator_cls: The argument.
+        base: The required base class.
+        shown: The name of the base class for users.
+
+    Raises:
+        TypeError: It is something else, or its `__init__` does not take what the library passes.
+    """
+    if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
+        is_object = isinstance(operator_cls, base)
+        found = f"an instance of `{type(operator_cls).__name__}`" if is_object else repr(operator_cls)
+        kind = operator_cls if isinstance(operator_cls, type) else type(operator_cls)
+        ways = [_MADE_FROM[each].format(name=kind.__name__) for each in _bases_of(kind) if each in _MADE_FROM]
+        way = f" {ways[0]}" if ways else ""
+        raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `{shown}`, the class itself.{way}")
+    name = operator_cls.__name__
+    try:
+        inspect.signature(operator_cls).bind(config={}, context=None)
+    except TypeError:
+        raise TypeError(
+            f"`{name}.__init__{inspect.signature(operator_cls)}` does not take what workers pass, `config` and "
+            f"`context`: rename it to `setup(self, config)`, and pass values as `config={{...}}` to the trainer."
+        ) from None
+    rungs = [rung for rung in dir(base) if not rung.startswith("_") and callable(getattr(base, rung))]
+    own = {rung for rung in rungs if getattr(operator_cls, rung) is not getattr(base, rung)}
+    for method in _own_methods(operator_cls, base):
+        if re.fullmatch(r"on_\w+_(begin|start|end)", method) and "train_epoch" not in own:
+            advice = "callbacks have such methods: `trainer.fit(5, callbacks=[...])`"
+        else:
+            near = [_MEANT[method]] if method in _MEANT else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
+            loops = {"train_batch": "train_epoch", "validate_batch": "validate"}
+            if not near or own & {near[0], loops.get(near[0], "")}:
+                continue  # the user's own methods may call it
+            advice = f"did you mean `{near[0]}`?"
+        logger.warning("the library never calls `%s.%s`: %s", name, method, advice)
+
+
+def _own_methods(operator_cls: type[Any], base: type[Any]) -> list[str]:
+    """Return the names of methods that the user's classes have and the base class lacks."""
+    own = [each for each in operator_cls.__mro__ if not each.__module__.startswith(("raysgd.", "builtins"))]
+    names = dict.fromkeys(name for each in own for name, value in vars(each).items() if inspect.isroutine(value))
+    return [name for name in names if not name.startswith("_") and not hasattr(base, name)]
+
+
+def check_config(config: Any) -> dict[str, Any]:
+    """Return a copy of a config, of the same class; empty for None. Refuse anything but a dict."""
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` or the creator functions get.")
+    return {} if config is None else with_entries(config)
+
+
+def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a copy of a config with changed entries, of the same class: a `DictConfig` keeps its attributes."""
+    copied: Any = copy.copy(config) if isinstance(config, MutableMapping) else dict(config)
+    for name, value in (changes or {}).items():
+        copied[name] = value
+    result: dict[str, Any] = copied
+    return result
+
+
+def _bases_of(kind: type[Any]) -> list[str]:
+    """Return a class and its base classes, each as package and name, such as `torch.Module`."""
+    return [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in kind.__mro__]
+
+
+def check_hook(hook: Any) -> None:
+    """Refuse an `initialization_hook` that cannot be called without arguments."""
+    if hook is None:
+        return
+    if not callable(hook):
+        raise TypeError(f"`initialization_hook={hook!r}`: need a function without parameters.")
+    if not takes(hook):
+        name = getattr(hook, "__name__", repr(hook))
+        line = f"def {name}():" if name.isidentifier() else "def hook():"
+        raise TypeError(
+            f"`initialization_hook={name}`: it is called without arguments, in each worker. Write `{line}`."
+        )
+
+
+def takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Return True if a function can be called with these arguments. Also True for a built-in without a signature."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+_NO_FUNCTIONS = ("torch.Module", "keras.Layer", "tf_keras.Layer")
+"""Classes whose objects can be called but do not create objects, by package and name."""
+
+
+def check_creator(name: str, creator: Any, *parameters: str) -> None:
+    """Refuse an object in place of a function that makes one in each worker.
+
+    Args:
+        name: Name of the argument.
+        creator: Its value.
+        parameters: The parameters with which workers call it.
+
+    Raises:
+        ValueError: It is not a function with these parameters.
+    """
+    is_class = isinstance(creator, type)
+    kind = creator if is_class else type(creator)
+    is_object = not callable(creator) or (not is_class and any(base in _NO_FUNCTIONS for base in _bases_of(kind)))
+    taken = ", ".join(parameters)
+    line = f"Write `def {name}({taken}):`, and make it there"
+    if is_object:
+        is_plain = isinstance(creator, int | float | str | bytes | None)
+        found = f"`{name}={creator!r}`" if is_plain else f"`{name}` is an object of `{kind.__name__}`"
+        raise ValueError(f"{found}: need a function of `{taken}`, because each worker makes its own. {line}.")
+    is_optimizer = is_class and kind.__module__.startswith("torch.optim")
+    if is_optimizer or not takes(creator, *parameters):
+        found = f"the class `{kind.__name__}`" if is_class else f"`{getattr(creator, '__name__', creator)}`"
+        raise ValueError(
+            f"`{name}` is {found}, which does not take what workers call it with: `{taken}`. {line}"
+            f"{f': `return {kind.__name__}(...)`' if is_class else ''}."
+        )
+
+
+def check_num_steps(num_steps: Any) -> int | None:
+    """Return None, or a count as a Python `int`. Refuse anything else."""
+    if num_steps is None:
+        return None
+    if not is_integer(num_steps) or num_steps < 0:
+        raise InvalidCountError(
+            f"`num_steps={num_steps!r}`: need the number of batches per worker, 0 or more, or None for one pass."
+        )
+    return int(num_steps)
+
+
+def check_info(info: Any) -> dict[str, Any]:
+    """Return a copy of a dict; empty for None. Refuse anything else."""
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"`info={info!r}`: need a dict; the operator gets its entries with each batch.")
+    return dict(info or {})
+
+
+def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
+    """Refuse unknown keywords, and say where they belong or what was probably meant.
+
+    Args:
+        trainer: Name of the class that was called.
+        unknown: The keywords.
+        known: Keywords that the class takes.
+        **objects: Keywords of the class that take objects with more options, and the classes of these objects.
+    """
+    place = trainer if "training_operator_cls" in known else FUNCTION
+    for name in unknown:
+        for option, kind in objects.items():
+            if name in [field.name for field in fields(kind)]:
+                raise TypeError(f"`{trainer}` takes `{name}` as `{option}={kind.__name__}({name}=...)`.")
+        line = instead_of(name, place)
+        if line is not None:
+            raise TypeError(f"`{trainer}` does not know `{name}`: {line}.")
+        raise TypeError(f"`{trainer}` does not know `{name}`.{did_you_mean(name, known)}")
+
+
+def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callable[[MethodT], MethodT]:
+    """Make a method refuse unknown arguments with the line to write, which helps more than Python's error.
+
+    Args:
+        line: The line, as the end of a sentence.
+        unnamed: Logged once if the first argument is passed without its name. `%(given)s` stands for its value.
+        shown: Name of the method for users, if it differs.
+    """
+
+    def decorate(method: MethodT) -> MethodT:
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        names = {parameter.name for parameter in parameters}
+        num_unnamed = len([each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD])
+        said: list[str] = []
+
+        @wraps(method)
+        def answering(self: Any, *args: Any, **kwargs: Any) -> Any:
+            unknown = [name for name in kwargs if name not in names]
+            if unknown or len(args) > num_unnamed:
+                listed = ", ".join(f"`{name}`" for name in unknown)
+                what = f"does not know {listed}" if unknown else f"got {len(args)} arguments without names"
+                raise TypeError(f"`{shown or method.__name__}` {what}: {_line_for(self, unknown) or f'write {line}'}.")
+            if unnamed and args and args[0] is not None and not said:
+                said.append(unnamed)
+                logger.warning(unnamed, {"given": args[0]})
+            return method(self, *args, **kwargs)
+
+        return answering  # type: ignore[return-value]
+
+    return decorate
+
+
+def _line_for(owner: Any, unknown: Sequence[str]) -> str | None:
+    """Return what to write instead of the first unknown keyword of a method; None if it is not known from a library."""
+    places = [each for each in type(owner).__mro__ if each.__name__ in PLACES]
+    if not unknown or not places:
+        return None
+    place, name = places[0], unknown[0]
+    if name in inspect.signature(place).parameters:
+        return f"pass it to `{place.__name__}({name}=...)`"
+    return instead_of(name, place.__name__)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a guess at what was meant, to append to a sentence; empty if nothing is close.
+
+    >>> did_you_mean("val_los", ["val_loss", "epoch"])
+    ' Did you mean `val_loss`?'
+    """
+    close = difflib.get_close_matches(name, [*known], n=1)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def check_max_retries(max_retries: Any) -> None:
+    """Refuse anything but a count, 0 or more."""
+    if not is_integer(max_retries) or max_retries < 0:
+        raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
+
+
+def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
+    """Warn of options that act inside an epoch if an epoch can only be repeated from its beginning.
+
+    Args:
+        obstacle: Why it cannot continue inside; None if it can.
+        **options: The options; None for those that were not set.
+    """
+    given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
+    if obstacle is not None and given:
+        logger.warning(
+            "%s: no effect inside an epoch, because %s. After a failure the call is run again from its beginning, and "
+            "growing waits for the next one; shorter calls (`num_steps`) lose less",
+            given,
+            obstacle,
+        )
+
+
+def accelerator(kind: Any) -> dict[str, float]:
+    """Return the amount of a kind of GPU, by Ray's name for it, that a worker requests from its node; empty for None.
+
+    >>> accelerator("A100"), accelerator(None)
+    ({'accelerator_type:A100': 0.001}, {})
+
+    Raises:
+        TypeError: It is not a name.
+    """
+    if kind is None:
+        return {}
+    if not isinstance(kind, str) or not kind:
+        raise TypeError(f'`accelerator_type={kind!r}`: need the name that Ray has for it, such as "A100", or None.')
+    return {f"accelerator_type:{kind}": _PART_OF_NODE}
+
+
+def check_runtime_env(name: str, value: Any) -> None:
+    """Refuse anything but a dict for a Ray runtime environment, or None.
+
+    Raises:
+        TypeError: It has another type.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(
+            f'`{name}={value!r}`: need a dict as Ray takes it, such as `{{"env_vars": {{"NAME": "value"}}}}`, or None.'
+        )
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """Return the arguments `num_workers`, `use_gpu` and `smoke_test`. Connect to Ray if there is an `--address`."""
+    import argparse
+
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    parser.add_argument("--num-workers", type=int, default=1, help="processes that train together (default: 1)")
+    parser.add_argument("--use-gpu", action="store_true", help="give each worker a GPU")
+    parser.add_argument("--smoke-test", action="store_true", help="train briefly on made-up data")
+    parser.add_argument("--address", help="a running Ray cluster, for example `auto` (default: start one)")
+    args = parser.parse_args()
+    if args.address is not None:
+        import ray
+
+        ray.init(address=args.address)
+    return args

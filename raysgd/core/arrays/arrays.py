@@ -1,0 +1,124 @@
+"""Arrays and data frames as data for `train`, `validate` and `predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.core.arguments import check_count, refuse_text
+from raysgd.core.arrays import trees
+from raysgd.core.arrays.ray_batches import BatchForm, Columns
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Arrays or a data frame, and how their rows become batches.
+
+    The name of a column stands for the column itself; a list of names stands for one array with these columns.
+
+    Args:
+        data: An array or tensor, a tuple or dict of them with one row for each sample, or a data frame of pandas.
+        batch_size: Number of rows in a batch of one worker, or with `split_batches=True` of all workers together. None
+            for `BATCH_SIZE` or "batch_size" of the config.
+        feature_columns: Columns of a dict or a data frame that the model gets.
+        label_column: Column that the model predicts. A batch is then a tuple of features and label.
+        shuffle: True for a different order in each pass.
+        drop_last: True to leave out a last step that is not full.
+        transform: Called with each batch in the worker. Returns what `train_batch` gets.
+
+    Raises:
+        TypeError: The data are something else.
+        ValueError: Another argument is wrong.
+
+    Examples:
+        >>> import numpy as np
+        >>> data = Arrays({"a": np.arange(4.0), "y": np.arange(4)}, feature_columns=["a"], label_column="y")
+        >>> data.form.feature_columns
+        ['a']
+    """
+
+    data: Any
+    batch_size: int | None = None
+    feature_columns: Columns = None
+    label_column: Columns = None
+    shuffle: bool = False
+    drop_last: bool = False
+    transform: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not is_frame(self.data) and not is_of_arrays(self.data):
+            raise TypeError(
+                f"`Arrays` got a `{type(self.data).__name__}`: need an array or tensor, a tuple or dict of them, or a "
+                "data frame of pandas."
+            )
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size, "It is the number of rows in a batch.")
+        refuse_text(shuffle=self.shuffle, drop_last=self.drop_last)
+        if self.label_column is not None and self.feature_columns is None:
+            raise ValueError(
+                f"`label_column={self.label_column!r}` without `feature_columns`: name the columns of both."
+            )
+        check_columns(self.feature_columns, self.data)
+
+    @property
+    def form(self) -> BatchForm:
+        """How columns become batches."""
+        return BatchForm(self.batch_size, self.feature_columns, self.label_column, self.transform, 1)
+
+
+def is_frame(data: Any) -> bool:
+    """Return True if the data are a data frame of pandas."""
+    return hasattr(data, "iloc") and hasattr(data, "columns")
+
+
+def check_columns(feature_columns: Any, data: Any) -> None:
+    """Check the names of columns for the data.
+
+    Raises:
+        TypeError: They are not names.
+        ValueError: The data have no named columns.
+    """
+    if feature_columns is not None and not isinstance(feature_columns, str | Iterable):
+        raise TypeError(f"`feature_columns={feature_columns!r}`: need the name of a column, a list of names, or None.")
+    if feature_columns is not None and not (is_frame(data) or isinstance(data, Mapping)):
+        raise ValueError(
+            f"`feature_columns={feature_columns!r}` with a `{type(data).__name__}`, which has no named columns: pass a "
+            "dict or a data frame, or leave it out."
+        )
+
+
+def is_of_arrays(data: Any) -> bool:
+    """Return True for an array or tensor, or a tuple or dict of these."""
+    if isinstance(data, tuple):
+        return bool(data) and all(map(is_of_arrays, data))
+    if isinstance(data, Mapping):
+        return bool(data) and all(map(is_of_arrays, data.values()))
+    return _is_array(data)
+
+
+def _is_array(data: Any) -> bool:
+    return hasattr(data, "shape") and hasattr(data, "dtype") and hasattr(data, "__getitem__") and not is_frame(data)
+
+
+def as_arrays(data: Any, in_columns: bool = False) -> Any:
+    """Return the data as arrays that can be sliced by rows.
+
+    Args:
+        data: Arrays, or a data frame.
+        in_columns: True to return a data frame as a dict of its columns; False for one array with its rows.
+
+    Raises:
+        ValueError: A data frame has a column that is not numeric.
+    """
+    if not is_frame(data):
+        return trees.mapped(data, lambda leaf: leaf.to_numpy() if hasattr(leaf, "iloc") else leaf)
+    if in_columns:
+        return {name: data[name].to_numpy() for name in data.columns}
+    strange = [name for name in data.columns if data[name].dtype.kind not in "biuf"]
+    if strange:
+        raise ValueError(
+            f"The data frame has columns that are not numbers, {strange}: name those that the model gets with "
+            "`feature_columns`, or pass a dict of arrays."
+        )
+    return data.to_numpy()

@@ -1,0 +1,144 @@
+"""Containers for the results of `predict`, of the same kind as the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from raysgd.core.arrays import trees
+
+PREDICTION = "prediction"
+"""Name of a result that needs a name and has none from `predict_batch`."""
+
+_BLOCK_BYTES = 2**20
+
+
+class ArrayContainer:
+    """Returns the outputs as arrays.
+
+    Args:
+        leaf: Converts each array for the user.
+        is_dict: True to return a dict, in which a single output gets a name.
+    """
+
+    def __init__(self, leaf: Callable[[Any], Any] = trees.own, is_dict: bool = False) -> None:
+        self._leaf, self._is_dict = leaf, is_dict
+
+    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        """Return the arrays of each batch."""
+        return (self._shown(output) for output in outputs)
+
+    def collect(self, outputs: Iterable[Any]) -> Any:
+        """Return arrays with one row for each row of the data."""
+        found = list(outputs)
+        if not found:
+            return {} if self._is_dict else self._leaf(np.zeros(0, np.float32))
+        return self._shown(trees.joined(found))
+
+    def _shown(self, output: Any) -> Any:
+        if self._is_dict and not isinstance(output, Mapping):
+            output = {PREDICTION: output}
+        return trees.mapped(output, lambda leaf: leaf if isinstance(leaf, list) else self._leaf(leaf))
+
+
+class DataFrameContainer:
+    """Returns the outputs as columns of a pandas data frame.
+
+    Args:
+        index: Index of the data frame with the data.
+    """
+
+    def __init__(self, index: Any) -> None:
+        self._index = index
+
+    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        """Yield a data frame for each batch."""
+        start = 0
+        for output in outputs:
+            frame = self._frame(output, start)
+            start += len(frame)
+            yield frame
+
+    def collect(self, outputs: Iterable[Any]) -> Any:
+        """Return one data frame."""
+        found = list(outputs)
+        return self._frame(trees.joined(found) if found else {}, 0)
+
+    def _frame(self, output: Any, start: int) -> Any:
+        import pandas as pd
+
+        columns = {name: column for key, leaf in named(output) for name, column in _columns(key, leaf)}
+        num_rows = len(next(iter(columns.values()), ()))
+        return pd.DataFrame(columns, index=self._index[start : start + num_rows])
+
+
+class RayDataContainer:
+    """Returns the outputs as a dataset of Ray Data, in Ray's object store instead of the driver's memory."""
+
+    def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        """Return a dict of arrays for each batch, like `iter_batches`."""
+        return ({name: trees.own(leaf) for name, leaf in named(output)} for output in outputs)
+
+    def collect(self, outputs: Iterable[Any]) -> Any:
+        """Return a dataset."""
+        import ray
+        import ray.data
+
+        blocks: list[Any] = [ray.put(_as_frame(trees.joined(group))) for group in _groups(outputs)]
+        return ray.data.from_pandas_refs(blocks) if blocks else ray.data.from_items([])
+
+
+Container: TypeAlias = ArrayContainer | DataFrameContainer | RayDataContainer
+"""Turns the outputs of batches into the result of `predict`."""
+
+
+def named(output: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each array of an output with a name, such as `prediction`, `prediction_0`, `box.x`."""
+    if isinstance(output, Mapping):
+        for key, part in output.items():
+            yield from ((_inside(str(key), name), leaf) for name, leaf in named(part))
+    elif isinstance(output, tuple):
+        names = getattr(output, "_fields", range(len(output)))
+        for name, part in zip(names, output, strict=True):
+            outer = name if isinstance(name, str) else f"{PREDICTION}_{name}"
+            yield from ((_inside(outer, inner), leaf) for inner, leaf in named(part))
+    else:
+        yield PREDICTION, output
+
+
+def _inside(outer: str, inner: str) -> str:
+    return outer if inner == PREDICTION else f"{outer}.{inner}"
+
+
+def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a leaf as columns. A matrix has one for each of its columns; larger arrays become one column of objects."""
+    shape: Sequence[int] = getattr(leaf, "shape", (len(leaf),))
+    if len(shape) == 2 and shape[1] > 1:
+        yield from ((f"{name}_{index}", leaf[:, index]) for index in range(shape[1]))
+    elif len(shape) == 2 and shape[1] == 1:
+        yield name, leaf[:, 0]
+    else:
+        yield name, list(leaf) if len(shape) > 1 else leaf
+
+
+def _as_frame(output: Any) -> Any:
+    """Return a block for Ray Data, which turns columns of arrays into tensors."""
+    import pandas as pd
+
+    return pd.DataFrame({name: leaf if np.ndim(leaf) < 2 else list(leaf) for name, leaf in named(output)})
+
+
+def _groups(outputs: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield the outputs in groups that are large enough for a block."""
+    group: list[Any] = []
+    num_bytes = 0
+    for output in outputs:
+        group.append(output)
+        num_bytes += trees.nbytes(output)
+        if num_bytes >= _BLOCK_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group

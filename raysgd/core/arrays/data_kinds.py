@@ -1,0 +1,164 @@
+"""Data that a call brings along: what divides it over the workers, and what each worker gets.
+
+ADR 79 explains why the driver does not cut the data into parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+from raysgd.core.arguments import check_count
+from raysgd.core.arrays.arrays import Arrays, is_frame, is_of_arrays
+from raysgd.core.arrays.ray_batches import PLAIN_BATCH_SIZE, ray_batches
+from raysgd.utils import BATCH_SIZE
+
+Kind = Literal["ray", "shards", "rows", "batches", "creator"]
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """The position in the data where a call stopped. It is valid for any number of workers.
+
+    Attributes:
+        pass_index: Index of the pass.
+        consumed: Number of samples of the pass that all workers have used.
+        state: Additional state of the source of the data.
+    """
+
+    pass_index: int
+    consumed: int
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """The position as a source of data loads it."""
+        return {"consumed": self.consumed, "pass_index": self.pass_index, "is_mid_pass": True, **self.state}
+
+
+@dataclass(frozen=True)
+class CallData:
+    """The data of one call; in a worker, its share.
+
+    Attributes:
+        kind: Says what divides the data, and what `data` is.
+            "ray": Ray Data divides it. `data` is a `RayBatches`; in a worker a `RayShare`.
+            "shards": The data divides itself. `data` has `set_num_shards(n)` and `get_shard(i)`; in a worker it is a
+            shard. For all other kinds, every worker gets all of the data, and the library divides it there.
+            "rows": A function that makes a loader or a dataset of rows.
+            "batches": A loader, a dataset of batches or a stream.
+            "creator": The user's function, with its arguments.
+        data: The data, see `kind`.
+        place: Where the last call with the same data stopped; None for the beginning.
+    """
+
+    kind: Kind
+    data: Any
+    place: DataPosition | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every worker gets all of the data."""
+        return is_whole(self.kind)
+
+    @property
+    def keeps_position(self) -> bool:
+        """True if workers can continue with their shares. Other data may be different each time."""
+        return self.kind in ("ray", "creator") or getattr(self.data, "keeps_position", False)
+
+    def shares(self, num_workers: int) -> list[CallData]:
+        """Return what each worker gets, by rank. If every worker gets all of the data, it is the same object."""
+        if self.kind == "ray":
+            return [replace(self, data=share) for share in self.data.shares(num_workers)]
+        if self.kind == "shards":
+            self.data.set_num_shards(num_workers)
+            return [replace(self, data=self.data.get_shard(rank)) for rank in range(num_workers)]
+        return [self] * num_workers
+
+
+def kind_of(dataset: Any) -> Kind | None:
+    """Return the kind of data that needs no framework; None for other data."""
+    if ray_batches(dataset) is not None:
+        return "ray"
+    if hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard"):
+        return "shards"
+    if isinstance(dataset, Arrays) or is_frame(dataset) or is_of_arrays(dataset):
+        return "rows"
+    if callable(dataset) and not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+        return "creator"
+    return None
+
+
+def is_whole(kind: Kind | None) -> bool:
+    """Return True if every worker gets all data of this kind."""
+    return kind in ("rows", "batches", "creator")
+
+
+def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
+    """Return data that is the same in every framework, ready for workers; None for other data.
+
+    Args:
+        dataset: The argument of the call.
+        config: The config of one worker.
+
+    Raises:
+        ValueError: There is no batch size, or a wrong one.
+    """
+    kind = kind_of(dataset)
+    if kind == "ray":
+        batches = ray_batches(dataset)
+        assert batches is not None, "it is of Ray Data"
+        return CallData(kind, batches.sized(config))
+    if kind == "creator":
+        return CallData(kind, partial(dataset, config, size_in(config)))
+    return CallData(kind, dataset) if kind == "shards" else None
+
+
+def size_in(config: Mapping[str, Any]) -> int | None:
+    """Return the batch size of one worker in its config, if there is one."""
+    size = config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE))
+    return None if size is None else check_count("config['batch_size']", size, "It is the number of rows in a batch.")
+
+
+def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
+    """Return the batch size of one worker: that of the data, or else that of its config.
+
+    Raises:
+        ValueError: There is none.
+    """
+    size = size_in(config) if own is None else own
+    if size is None:
+        raise ValueError(
+            f"`dataset=` got {what}, which has no batch size: pass `raysgd.data.Arrays(data, batch_size=...)` or a "
+            "`DataLoader`, or put the size of one worker's batch into the trainer's config, "
+            '`config={"batch_size": 32}`.'
+        )
+    return size
+
+
+class RepeatedBatches:
+    """Batches that a function makes again for each pass.
+
+    Args:
+        open_pass: Called at the beginning of each pass.
+    """
+
+    def __init__(self, open_pass: Callable[[], Iterator[Any]]) -> None:
+        self._open_pass = open_pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._open_pass()
+
+
+def every_nth(batches: Any, rank: int, size: int) -> RepeatedBatches:
+    """Return this rank's batches of data that cannot be divided by samples. Each batch is used once.
+
+    Args:
+        batches: Yields the same batches on all workers.
+        rank: Rank of this worker.
+        size: Number of workers.
+    """
+    return RepeatedBatches(lambda: islice(iter(batches), rank, None, size))

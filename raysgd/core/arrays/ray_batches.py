@@ -1,0 +1,259 @@
+"""Datasets of Ray Data as the data of replicas: batches in the order of the rows, dealt to the workers one by one.
+
+Every row is in one batch of one worker. With `preserve_order`, the batches of a step contain the same rows as the step
+of one process with a larger batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from raysgd.core.arguments import check_count
+from raysgd.core.arrays.ray_data import is_of_ray, with_own_options
+from raysgd.core.engine.shared.types import World
+from raysgd.utils import BATCH_SIZE
+
+PLAIN_BATCH_SIZE = "batch_size"
+"""Key of the config for the batch size of one worker, an alternative to `BATCH_SIZE`."""
+
+Columns = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """How rows become batches; see `RayBatches`."""
+
+    batch_size: int | None
+    feature_columns: Columns
+    label_column: Columns
+    transform: Callable[[Any], Any] | None
+    prefetch_batches: int
+
+    @property
+    def columns(self) -> list[str] | None:
+        """Names of all columns that are used; None for all columns."""
+        if self.feature_columns is None:
+            return None
+        return [*_listed(self.feature_columns), *_listed(self.label_column)]
+
+
+def _listed(columns: Columns) -> list[str]:
+    return [columns] if isinstance(columns, str) else list(columns or ())
+
+
+PLAIN_FORM = BatchForm(None, None, None, None, 1)
+"""Batches that contain the columns, or the arrays, unchanged."""
+
+
+@dataclass(frozen=True)
+class RayBatches:
+    """A dataset of Ray Data whose rows become batches: for `register_data`, and for `train(dataset=...)`.
+
+    The name of a column stands for the column itself; a list of names stands for one array with these columns.
+
+    Args:
+        dataset: The dataset.
+        batch_size: Number of rows in a batch of one worker. None for `BATCH_SIZE` or "batch_size" of the config.
+        feature_columns: Columns that the model gets. Needs `label_column`. Without both, a batch is a dict of all
+            columns.
+        label_column: Column that the model predicts. A batch is then a tuple of features and label.
+        transform: Called with each batch in the worker. Returns what `train_batch` gets.
+        preserve_order: True to keep the rows in the order of the dataset. Otherwise Ray Data may work faster.
+        prefetch_batches: How many batches are made in advance.
+        batches_per_block: How many batches are dealt to a worker at a time. More of them reduce Ray's cost per row, but
+            the batches of a step then contain other rows than the step of one process.
+
+    Raises:
+        TypeError: The dataset is not one of Ray Data.
+        ValueError: Another argument is wrong.
+
+    Examples:
+        >>> batches = RayBatches(dataset, batch_size=32, feature_columns=["x"], label_column="y")  # doctest: +SKIP
+        >>> self.register_data(train_loader=batches)  # doctest: +SKIP
+    """
+
+    dataset: Any
+    batch_size: int | None = None
+    feature_columns: Columns = None
+    label_column: Columns = None
+    transform: Callable[[Any], Any] | None = None
+    preserve_order: bool = True
+    prefetch_batches: int = 1
+    batches_per_block: int = 1
+
+    def __post_init__(self) -> None:
+        if not is_of_ray(self.dataset):
+            raise TypeError(f"`RayBatches` got a `{type(self.dataset).__name__}`: need a dataset of Ray Data.")
+        if self.batch_size is not None:
+            check_count("batch_size", self.batch_size, "It is the number of rows in a batch of one worker.")
+        check_count("batches_per_block", self.batches_per_block, "It is the number of batches dealt at a time.")
+        if (self.feature_columns is None) != (self.label_column is None):
+            raise ValueError(
+                f"`feature_columns={self.feature_columns!r}` with `label_column={self.label_column!r}`: pass both, or "
+                "neither for batches that are dicts of all columns."
+            )
+
+    @property
+    def form(self) -> BatchForm:
+        """How rows become batches, without the dataset."""
+        return BatchForm(
+            self.batch_size, self.feature_columns, self.label_column, self.transform, self.prefetch_batches
+        )
+
+    def sized(self, config: Mapping[str, Any]) -> RayBatches:
+        """Return the batches with a batch size, if necessary that of a worker's config.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self.batch_size is not None:
+            return self
+        size = config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE))
+        if size is None:
+            raise ValueError(
+                "A dataset of Ray Data has no batch size. Pass `raysgd.data.RayBatches(dataset, batch_size=...)`, or "
+                "put the size of one worker's batch into the trainer's config, `config={\"batch_size\": 32}`."
+            )
+        return replace(self, batch_size=size)
+
+    def shares(self, num_workers: int) -> list[RayShare]:
+        """Return what each worker reads, by rank. All workers have to read at the same time."""
+        if num_workers == 1:
+            iterators = [self._ordered(self.dataset).iterator()]
+        else:
+            iterators = self._ordered(self._in_blocks()).streaming_split(num_workers, equal=False)
+        return [RayShare(iterator, self.form) for iterator in iterators]
+
+    def _in_blocks(self) -> Any:
+        """Return the dataset in blocks of whole batches. Ray deals whole blocks to the worker with the fewest rows."""
+        repartition = self.dataset.repartition
+        if "strict" not in inspect.signature(repartition).parameters:
+            import ray
+
+            raise RuntimeError(
+                f"Ray {ray.__version__} cannot divide a dataset so that every worker has whole batches and no row is "
+                'lost. Run: pip install --upgrade "ray[data]>=2.55"'
+            )
+        assert self.batch_size is not None, "`sized` comes first"
+        return repartition(target_num_rows_per_block=self.batch_size * self.batches_per_block, strict=True)
+
+    def _ordered(self, dataset: Any) -> Any:
+        if not self.preserve_order or dataset.context.execution_options.preserve_order:
+            return dataset
+        own = with_own_options(dataset)
+        own.context.execution_options.preserve_order = True
+        return own
+
+
+@dataclass(frozen=True)
+class RayShare:
+    """The batches of one worker, repeated in each pass.
+
+    Args:
+        iterator: Ray's iterator over them.
+        form: How rows become batches.
+    """
+
+    iterator: Any
+    form: BatchForm
+
+    def arrays(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the batches of a pass as dicts of NumPy arrays."""
+        form = self.form
+        yield from self.iterator.iter_batches(
+            batch_size=form.batch_size, batch_format="numpy", prefetch_batches=form.prefetch_batches
+        )
+
+
+Convert = Callable[[Mapping[str, Any], BatchForm], Any]
+"""Makes a batch of the framework from arrays."""
+
+
+class RayLoader:
+    """The loader of a registered dataset, of which the driver gives this worker a share.
+
+    Args:
+        batches: The registered dataset, with its batch size.
+        world: This worker's place among those that share the dataset.
+        convert: Makes a batch of the framework from arrays.
+
+    Attributes:
+        iterator: Ray's iterator over this worker's share; None before the driver has divided the dataset.
+    """
+
+    def __init__(self, batches: RayBatches, world: World, convert: Convert) -> None:
+        self.batches = batches
+        self.world = world
+        self.iterator: Any = None
+        self._convert = convert
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.iterator is None:
+            self.iterator = self._whole()
+        form = self.batches.form
+        return (self._convert(arrays, form) for arrays in RayShare(self.iterator, form).arrays())
+
+    def _whole(self) -> Any:
+        if self.world.is_distributed:
+            raise RuntimeError(
+                "This worker has no part of the Ray Data dataset yet: the driver divides it when `train` or `validate` "
+                "begins. Iterate over the batches that `train_epoch` and `validate` get."
+            )
+        return self.batches.shares(1)[0].iterator
+
+
+def ray_batches(data: Any) -> RayBatches | None:
+    """Return `data` as batches of Ray Data; None if it is something else."""
+    if isinstance(data, RayBatches):
+        return data
+    return RayBatches(data) if is_of_ray(data) else None
+
+
+def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
+    """Return the datasets that the driver has to divide, without their transforms."""
+    return {
+        name: replace(loader.batches, transform=None)
+        for name, loader in loaders.items()
+        if isinstance(loader, RayLoader) and loader.world.is_distributed
+    }
+
+
+def chosen(batch: Mapping[str, Any], columns: Columns, join: Callable[[list[Any]], Any]) -> Any:
+    """Return the column with a name, or the joined columns of a list of names."""
+    if isinstance(columns, str):
+        return _column(batch, columns)
+    return join([_column(batch, name) for name in columns or ()])
+
+
+def stacked(values: Any) -> Any:
+    """Return a column as one NumPy array, even if each of its values is an array."""
+    values = np.asarray(values)
+    if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
+        return np.stack(list(values))
+    return values
+
+
+def formed(columns: Any, form: BatchForm, join: Callable[[list[Any]], Any]) -> Any:
+    """Return the batch for these columns, or for arrays without names.
+
+    Args:
+        columns: Arrays of the framework.
+        form: How they become a batch.
+        join: Joins columns into one array.
+    """
+    batch = columns
+    if form.feature_columns is not None:
+        batch = chosen(columns, form.feature_columns, join)
+        batch = batch if form.label_column is None else (batch, chosen(columns, form.label_column, join))
+    return batch if form.transform is None else form.transform(batch)
+
+
+def _column(batch: Mapping[str, Any], name: str) -> Any:
+    if name not in batch:
+        raise ValueError(f"The dataset has no column {name!r}: it has {sorted(batch)}.")
+    return batch[name]

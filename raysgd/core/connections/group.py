@@ -1,0 +1,256 @@
+"""Exchange of NumPy arrays over a mesh. For small arrays, it is ten times faster than gloo."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from raysgd.core.connections.mesh.board import others
+from raysgd.core.connections.mesh.meeting import has_names
+from raysgd.core.connections.mesh.mesh import Bytes, Mesh
+from raysgd.core.connections.mesh.sums import MOST, PIECE_BYTES, Chain, Nodes, RankSums, as_bytes, doubled
+from raysgd.core.engine.shared.types import LOOPBACK, World
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_SUM, _ALL, _FIRST, _VALUE, _SUM_AND_ROW = range(5)  # kinds of exchange
+_QUICK_BYTES_OF_MANY = 8 * 2**20
+"""Largest sum over more than `MOST` ranks that is faster than with gloo, as measured by
+`examples/benchmarks/small_sums.py`. With fewer ranks, sums of any size are faster."""
+
+_QUICK_BYTES_AT_PORTS = 2**20
+"""The same limit for more than two ranks on one node without Unix sockets."""
+
+
+class Group:
+    """Sums and other exchanges over all ranks, as one rank makes them.
+
+    All ranks get the same sums, to the bit. Up to eight ranks on one node add in the order of ranks.
+
+    Args:
+        world: This rank's place.
+        mesh: The connections; None if there is only one rank.
+        hosts: The address of each rank's node, by rank. Empty if all are on one node.
+    """
+
+    def __init__(self, world: World, mesh: Mesh | None = None, hosts: Sequence[str] = ()) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._connections = mesh
+        self._others = sorted(others(world.rank, world.size))
+        self._nodes = Nodes(tuple(hosts) or (LOOPBACK,) * world.size)
+        self._adding = None if mesh is None else RankSums(world.rank, mesh, self._nodes)
+        self._scratch = np.empty(0, np.uint8)
+        self._sums: Array = np.empty(0)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank waited in exchanges for a rank that had not begun them."""
+        return 0.0 if self._connections is None else self._connections.waited_s
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self._connections is not None, "a group of several ranks needs connections"
+        return self._connections
+
+    def add_up(self, numbers: Array) -> None:
+        """Replace `numbers` by the sums over all ranks."""
+        if self.size > 1:
+            flat = _flat(numbers)
+            assert self._adding is not None, "a group of several ranks needs connections"
+            self._adding.add_up(flat, _kind(_SUM, flat))
+
+    def add_up_with(self, numbers: Array, row: Array) -> list[Array]:
+        """Replace `numbers` by the sums over all ranks. Return every rank's row, sent with the sum if possible.
+
+        Args:
+            numbers: The numbers to add up.
+            row: Bytes, the same number on each rank.
+        """
+        flat = _flat(numbers)
+        if self._adding is not None and self._adding.can_carry(flat):
+            return self._adding.add_up_with(flat, row, _kind(_SUM_AND_ROW, flat))
+        rows = self.gather(row)
+        self.add_up(numbers)
+        return rows
+
+    def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
+        """Return the sum of all ranks' rows, added in the order of ranks and rows. All ranks get the same bits.
+
+        Args:
+            rows: This rank's rows, possibly none.
+            counts: Number of rows of each rank.
+
+        Returns:
+            The sum, in memory that the next call reuses.
+        """
+        width = rows.shape[1]
+        bounds = [width * rank // self.size for rank in range(self.size + 1)]
+        parts = [np.ascontiguousarray(rows[:, start:stop]) for start, stop in itertools.pairwise(bounds)]
+        own = bounds[self.rank + 1] - bounds[self.rank]
+        received = self._rooms_for_rows(rows.dtype, counts, own)
+        outgoing = {rank: as_bytes(_flat(parts[rank])) for rank in self._others if counts[self.rank]}
+        rooms = {rank: as_bytes(_flat(room)) for rank, room in received.items()}
+        self._mesh.swap(outgoing, rooms, _kind(_SUM, rows))
+        received[self.rank] = parts[self.rank]
+        if self._sums.shape != (width,) or self._sums.dtype != rows.dtype:
+            self._sums = np.empty(width, rows.dtype)
+        sums = self._sums
+        target = sums[bounds[self.rank] : bounds[self.rank + 1]]
+        terms = [row for rank in sorted(received) for row in received[rank]]
+        target[:] = terms[0]
+        for term in terms[1:]:
+            np.add(target, term, out=target)
+        places = {rank: as_bytes(sums[bounds[rank] : bounds[rank + 1]]) for rank in self._others}
+        self._mesh.swap(dict.fromkeys(self._others, as_bytes(target)), places, _kind(_ALL, rows))
+        return sums
+
+    def _rooms_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
+        """Return room for the parts of the other ranks' rows, in memory that is reused."""
+        num_rows = sum(counts) - counts[self.rank]
+        if len(self._scratch) < num_rows * width * dtype.itemsize:
+            self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
+        free = self._scratch[: num_rows * width * dtype.itemsize].view(dtype).reshape(num_rows, width)
+        rooms, start = {}, 0
+        for rank in self._others:
+            if counts[rank]:
+                rooms[rank] = free[start : start + counts[rank]]
+                start += counts[rank]
+        return rooms
+
+    def is_quick_for(self, num_bytes: int) -> bool:
+        """Return True if a sum of so many bytes is at least as fast as with gloo. All ranks get the same answer."""
+        if self.size > 2 and len(self._nodes.ranks) == 1 and not has_names(self._nodes.hosts[0]):
+            return num_bytes <= _QUICK_BYTES_AT_PORTS
+        return self.size <= MOST or num_bytes <= _QUICK_BYTES_OF_MANY
+
+    def gather(self, numbers: Array) -> list[Array]:
+        """Return every rank's array, by rank. All have the same shape."""
+        if self.size == 1:
+            return [numbers]
+        own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy would turn a single number into a row
+        if self.size > MOST:
+            return self._gathered_in_rounds(own)
+        received = [own if rank == self.rank else np.empty_like(own) for rank in range(self.size)]
+        rooms = {rank: as_bytes(_flat(received[rank])) for rank in self._others}
+        self._mesh.swap(dict.fromkeys(self._others, as_bytes(_flat(own))), rooms, _kind(_ALL, own))
+        return received
+
+    def _gathered_in_rounds(self, own: Array) -> list[Array]:
+        """Gather in log N rounds. In each, a rank sends all that it has to a rank twice as far away as in the last."""
+        found = np.empty((self.size, *own.shape), own.dtype)  # starts with this rank's
+        found[0] = own
+        for distance in doubled(self.size):
+            count = min(distance, self.size - distance)
+            before, after = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            outgoing, incoming = (as_bytes(_flat(part)) for part in (found[:count], found[distance : distance + count]))
+            self._mesh.swap({before: outgoing}, {after: incoming}, _kind(_ALL, own))
+        return [found[(rank - self.rank) % self.size] for rank in range(self.size)]
+
+    def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
+        """Return all ranks' rows in one array. `counts` has the number of rows of each rank."""
+        padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
+        padded[: len(rows)] = rows
+        parts = self.gather(padded)
+        return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def largest(self, number: float) -> float:
+        """Return the largest of the ranks' numbers."""
+        return max(float(one[0]) for one in self.gather(np.array([number], np.float64)))
+
+    def from_first(self, numbers: Array) -> None:
+        """Replace `numbers` by rank 0's."""
+        if self.size == 1:
+            return
+        flat, kind = _flat(numbers), _kind(_FIRST, numbers)
+        if flat.nbytes > PIECE_BYTES:
+            first, *others = self._nodes.in_order
+            Chain(partial(self._mesh.swap, kind=kind), self.rank, first, others).pass_on(as_bytes(flat))
+        else:
+            assert self._adding is not None, "a group of several ranks needs connections"
+            self._adding.tell(flat, kind)
+
+    def send(self, value: Any, takers: Sequence[int]) -> None:
+        """Send a picklable value to `takers`, which must all call `receive` now."""
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        self.send_parts([memoryview(head), *(buffer.raw() for buffer in buffers)], takers)
+
+    def receive(self, source: int, takers: Sequence[int]) -> Any:
+        """Return the value that `source` sends to `takers`. This rank is one of them."""
+        head, *buffers = self.receive_parts(source, takers)
+        return pickle.loads(head.data, buffers=buffers)
+
+    def send_parts(self, parts: Sequence[Bytes], takers: Sequence[int]) -> None:
+        """Send bytes in several parts to `takers`, which must all call `receive_parts` now."""
+        if takers:
+            chain = self._chain(self.rank, takers)
+            chain.pass_on(as_bytes(np.array([len(parts)], np.int64)))
+            chain.pass_on(as_bytes(np.array([len(part) for part in parts], np.int64)))
+            chain.pass_on(*parts)
+
+    def receive_parts(self, source: int, takers: Sequence[int]) -> list[Array]:
+        """Return the parts that `source` sends to `takers`, as byte arrays."""
+        chain = self._chain(source, takers)
+        count = np.zeros(1, np.int64)
+        chain.pass_on(as_bytes(count))
+        sizes = np.zeros(count[0], np.int64)
+        chain.pass_on(as_bytes(sizes))
+        parts = [np.empty(size, np.uint8) for size in sizes]
+        chain.pass_on(*map(as_bytes, parts))
+        return parts
+
+    def _chain(self, source: int, takers: Sequence[int]) -> Chain:
+        return Chain(partial(self._mesh.swap, kind=_VALUE), self.rank, source, takers)
+
+
+class EarlyVotes:
+    """Votes that are held ahead of time: does any rank say yes? All ranks ask the same questions in the same order."""
+
+    def __init__(self, world: World, mesh: Mesh) -> None:
+        self._mesh, self._others = mesh, sorted(others(world.rank, world.size))
+        self._own: deque[bool] = deque()
+        self._num_asked = self._num_heard = 0
+
+    def ask(self, says_yes: bool) -> Callable[[], bool]:
+        """Cast this rank's vote. Return a function that waits for all votes and returns the answer; call it once."""
+        self._mesh.swap(dict.fromkeys(self._others, memoryview(bytes([says_yes]))), {})
+        self._own.append(says_yes)
+        self._num_asked += 1
+        return partial(self._hear, self._num_asked)
+
+    def _hear(self, number: int) -> bool:
+        """Return True if any rank said yes to question `number`, counted from 1.
+
+        Skips answers to earlier questions that nobody waited for, as when a `fit` ends before its data does.
+        """
+        while True:
+            heard = {rank: bytearray(1) for rank in self._others}
+            self._mesh.swap({}, {rank: memoryview(word) for rank, word in heard.items()})
+            answer = self._own.popleft() or any(word[0] for word in heard.values())
+            self._num_heard += 1
+            if self._num_heard == number:
+                return answer
+
+
+def _kind(exchange: int, numbers: Array) -> int:
+    """Return a number for the kind of exchange and its type.
+
+    Ranks that disagree on it would misread each other's data.
+    """
+    return exchange << 16 | ord(numbers.dtype.kind) << 8 | numbers.dtype.itemsize & 0xFF
+
+
+def _flat(array: Array) -> Array:
+    """Return the same memory as one row."""
+    if not array.flags.c_contiguous:  # `reshape` would make a copy, and the array would stay unchanged
+        raise ValueError(
+            f"an array of shape {array.shape} with strides {array.strides} cannot be exchanged in place: its numbers "
+            "are not next to each other. Pass `numpy.ascontiguousarray(array)`."
+        )
+    return array.reshape(-1)

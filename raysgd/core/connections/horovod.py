@@ -1,0 +1,314 @@
+"""Horovod with Gloo. The workers connect through Horovod's rendezvous server on rank 0, without `mpirun`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.core.connections._compiler import defer_compiler
+from raysgd.core.connections.mesh.meeting import listen_at
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.types import Rendezvous, World
+
+INSTALL_COMMAND = "python -m raysgd.horovod.install"
+
+_POLL_S = 0.01
+_REQUEST_TIMEOUT_S = 60
+_SCOPE = "raysgd"  # our keys on the rendezvous server, separate from Horovod's own
+_LONGEST_STALL_WARNING_S = 60  # Horovod's default
+
+# Horovod's messages if connected ranks ask for different things, which is a mistake in a program. Compared in lower
+# case. Any other error of a collective means that the group is broken.
+_MISTAKES = ("mismatched ", "with the same name as another tensor", "rank zero tried to ", "not supported with join")
+
+
+class RendezvousFailed(RuntimeError):
+    """The ranks did not find each other. Raised by `join` only."""
+
+
+@dataclass
+class HorovodConnection(Connection):
+    """Horovod, initialized over all ranks. Also for a single rank, so that `hvd.rank()` works in user code.
+
+    It sets environment variables that Horovod reads, except those that the user has set to tune Horovod.
+
+    Attributes:
+        timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds and
+            checks four times in this period, at least once a minute, so it may take half as long again.
+        start_timeout_s: How long ranks wait for others at the start; None for `timeout_s`.
+        interfaces: The network interfaces that may be used. Each node takes the first that it has. Empty for the one
+            that leads to rank 0.
+    """
+
+    timeout_s: float = 1800.0
+    start_timeout_s: float | None = None
+    interfaces: tuple[str, ...] = ()
+    _end_server: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    _is_interrupted: bool = field(default=False, repr=False, compare=False)
+    _has_joined: bool = field(default=False, repr=False, compare=False)
+    _variables_before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle only the settings, because the driver's copy may have been interrupted in an earlier group."""
+        return type(self), (self.timeout_s, self.start_timeout_s, self.interfaces)
+
+    def load(self) -> None:
+        """Import Horovod.
+
+        Raises:
+            ImportError: Horovod is missing, or does not fit the installed PyTorch.
+        """
+        self.load_in_driver()
+        defer_compiler()
+
+    def load_in_driver(self) -> None:
+        import_horovod()
+
+    @property
+    def listens_alone(self) -> bool:
+        return True
+
+    def open_endpoint(self, host: str, rank: int) -> int:
+        """Open Horovod's rendezvous server on rank 0. The other ranks listen only from `hvd.init` on."""
+        self._is_interrupted = False
+        if rank:
+            return 0
+        port, self._end_server = _start_server(host)
+        return port
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        """Initialize Horovod, even for a single rank.
+
+        Raises:
+            RuntimeError: Other code in this process has already initialized Horovod.
+            ValueError: This node has none of the interfaces.
+        """
+        hvd = import_horovod()
+        if hvd.is_initialized():
+            raise RuntimeError(
+                "Horovod is already initialized in this process. A trainer with `use_local=True` needs Horovod in the "
+                "driver for itself: call `hvd.shutdown()`, or shut the other trainer down, first."
+            )
+        crossing = self._wait_for_all(rendezvous, world)
+        self._set_variables(rendezvous, world, crossing)
+        self._has_joined = True
+        try:
+            hvd.init()
+        except ValueError as error:
+            raise RendezvousFailed(f"Horovod could not connect {world.size} ranks: see its message above.") from error
+
+    def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
+        """Wait until all ranks are here, because `hvd.init` cannot be interrupted. Return this rank's crossing."""
+        deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
+        _put(rendezvous, f"place-{world.rank}", [world.node_rank, world.local_rank])
+        if world.rank == 0:
+            places = [self._wait_for(rendezvous, f"place-{rank}", deadline) for rank in range(world.size)]
+            _put(rendezvous, "crossings", crossings(places))
+        rank, size = self._wait_for(rendezvous, "crossings", deadline)[world.rank]
+        return rank, size
+
+    def _wait_for(self, rendezvous: Rendezvous, key: str, deadline: float) -> Any:
+        while (value := _get(rendezvous, key)) is None:
+            if self._is_interrupted or time.monotonic() > deadline:
+                raise RendezvousFailed("another rank failed, or was too slow to join the group")
+            time.sleep(_POLL_S)
+        return value
+
+    def _set_variables(self, rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> None:
+        interface = first_of(self.interfaces) if self.interfaces else _interface_towards(rendezvous.address)
+        variables = {**tuning(self.timeout_s, interface, os.environ), **place(rendezvous, world, crossing)}
+        for name, value in variables.items():
+            self._variables_before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+
+    def interrupt(self) -> None:
+        self._is_interrupted = True
+        self._close_server()  # makes an `hvd.init` give up that is still looking for ranks
+
+    def leave(self) -> None:
+        if self._has_joined:  # do not end a Horovod that other code initialized
+            import_horovod().shutdown()
+        self._has_joined = False
+        self._close_server()
+        while self._variables_before:
+            name, value = self._variables_before.popitem()
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def _close_server(self) -> None:
+        end, self._end_server = self._end_server, None
+        if end is not None:
+            end()
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        return is_connection_error(error)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return True if an exception means that the group is broken."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    if isinstance(error, RendezvousFailed):
+        return True
+    text = str(error).lower()
+    return isinstance(error, HorovodInternalError) and not any(mistake in text for mistake in _MISTAKES)
+
+
+def import_horovod() -> Any:
+    """Return Horovod's module for PyTorch.
+
+    Raises:
+        ImportError: Horovod is missing (then a `ModuleNotFoundError`), or does not fit the installed PyTorch. The
+            message has the command to install it.
+    """
+    try:
+        import horovod.torch as hvd
+    except Exception as error:  # a Horovod built for another PyTorch may fail in any way
+        is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod"
+        reason = "which is not installed" if is_missing else f"which fails to load ({type(error).__name__}: {error})"
+        raise _unusable(reason, ModuleNotFoundError if is_missing else ImportError) from error
+    if not hasattr(hvd, "init"):  # the package can be imported even without its library
+        raise _unusable("which was installed without its PyTorch part")
+    return hvd
+
+
+def _unusable(reason: str, error_class: type[ImportError] = ImportError) -> ImportError:
+    return error_class(
+        f'`backend="horovod"` needs Horovod, {reason}. Run: {INSTALL_COMMAND}\nIt builds Horovod for the PyTorch that '
+        "is installed. All nodes need it.",
+        name="horovod.torch",
+    )
+
+
+def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return each rank's cross rank and cross size: its place among the ranks with its local rank, and their number."""
+    answer = []
+    for node_rank, local_rank in places:
+        nodes = sorted(other_node for other_node, other_local in places if other_local == local_rank)
+        answer.append((nodes.index(node_rank), len(nodes)))
+    return answer
+
+
+def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> dict[str, str]:
+    """Return the variables that tell Horovod which rank this is and where the others are."""
+    return {
+        "HOROVOD_HOSTNAME": f"node-{world.node_rank}",
+        "HOROVOD_RANK": str(world.rank),
+        "HOROVOD_SIZE": str(world.size),
+        "HOROVOD_LOCAL_RANK": str(world.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(world.local_size),
+        "HOROVOD_CROSS_RANK": str(crossing[0]),
+        "HOROVOD_CROSS_SIZE": str(crossing[1]),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous.port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
+
+def tuning(timeout_s: float, interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that give Horovod our timeout and interface, except those that the user set."""
+    seconds = max(1, math.ceil(timeout_s))
+    wanted = {
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, min(seconds // 4, _LONGEST_STALL_WARNING_S))),
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(seconds),
+    }
+    if interface is not None:
+        wanted["HOROVOD_GLOO_IFACE"] = interface
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def first_of(interfaces: Sequence[str]) -> str:
+    """Return the first of these network interfaces that this machine has.
+
+    Raises:
+        ValueError: It has none of them.
+    """
+    import psutil
+
+    there = psutil.net_if_addrs()
+    for name in interfaces:
+        if name in there:
+            return name
+    wanted, found = (", ".join(map(repr, names)) for names in (interfaces, there))
+    raise ValueError(f"This node has none of the network interfaces {wanted}; it has {found}.")
+
+
+def _interface_towards(address: str) -> str | None:
+    """Return the network interface through which this machine reaches `address`; None if unknown."""
+    import psutil
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect((address, 9))
+        except OSError:
+            return None
+        own_address = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == own_address for entry in addresses):
+            return str(name)
+    return None
+
+
+def _start_server(host: str) -> tuple[int, Callable[[], None]]:
+    """Start Horovod's rendezvous server in a thread. Return its port and a function that ends it.
+
+    Any process that reaches the server can read and write the values on it.
+    """
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    # Horovod gives a client 3 s to send its request. On a busy machine a worker may need longer.
+    handler = type("PatientHandler", (RendezvousHandler,), {"timeout": _REQUEST_TIMEOUT_S})
+
+    def bind(server: Any) -> None:
+        server.socket.close()
+        server.socket = listen_at(host)
+        server.server_address = server.socket.getsockname()
+
+    # Horovod's own bind would also look up the name of the machine.
+    kind = type("RendezvousServer", (RendezvousHTTPServer,), {"server_bind": bind})
+    server: Any = kind((host, 0), handler, 0)
+    server.daemon_threads = True  # a stuck client does not block the end
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return int(server.server_address[1]), end
+
+
+def _put(rendezvous: Rendezvous, key: str, value: Any) -> None:
+    """Write a value under our scope of the rendezvous server."""
+    _request(rendezvous, "PUT", key, json.dumps(value))
+
+
+def _get(rendezvous: Rendezvous, key: str) -> Any:
+    """Return a value under our scope; None if there is none yet."""
+    status, body = _request(rendezvous, "GET", key)
+    return json.loads(body) if status == http.HTTPStatus.OK else None
+
+
+def _request(rendezvous: Rendezvous, method: str, key: str, body: str | None = None) -> tuple[int, bytes]:
+    host, port = rendezvous.address, rendezvous.port
+    try:
+        with closing(http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)) as connection:
+            connection.request(method, f"/{_SCOPE}/{key}", body)
+            response = connection.getresponse()
+            return response.status, response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise RendezvousFailed(f"no answer from rank 0 at {host}:{port}: {error}") from error

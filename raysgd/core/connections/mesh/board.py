@@ -1,0 +1,312 @@
+"""A board: keys and values that all ranks of a group read and write. Each rank has a copy.
+
+Unlike a server, it survives the death of any rank. A written value goes to all other ranks, from neighbor to neighbor.
+The board needs only sockets, and a thread that receives from them and sends what a socket did not take at once.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from raysgd.core.connections.mesh.mesh import MeshBroken
+
+_HEAD = struct.Struct("<III")  # the rank that wrote the message, and the lengths of key and value
+_PART = 1 << 16
+_INTERRUPTED = "it was interrupted"
+
+
+class BoardMessage(NamedTuple):
+    """A value on its way.
+
+    Attributes:
+        source: The rank that wrote it.
+        key: Its key.
+        value: The value.
+    """
+
+    source: int
+    key: str
+    value: bytes
+
+    @property
+    def encoded(self) -> bytes:
+        """The message as bytes."""
+        name = self.key.encode()
+        return b"".join((_HEAD.pack(self.source, len(name), len(self.value)), name, self.value))
+
+
+def taken_from(received: bytearray) -> list[BoardMessage]:
+    """Remove the complete messages from the received bytes, and return them."""
+    found, start, num_received = [], 0, len(received)
+    while num_received - start >= _HEAD.size:
+        source, length, num_bytes = _HEAD.unpack_from(received, start)
+        middle = start + _HEAD.size + length
+        if middle + num_bytes > num_received:
+            break
+        key = received[start + _HEAD.size : middle].decode()
+        start = middle + num_bytes
+        found.append(BoardMessage(source, key, bytes(received[middle:start])))
+    del received[:start]
+    return found
+
+
+class _Link:
+    """The connection to one neighbor.
+
+    Args:
+        rank: Rank of the neighbor.
+        connection: The socket.
+        wake: Called when there is something left to send that was not there before.
+    """
+
+    __slots__ = ("_is_cut", "_received", "_sending", "_unsent", "_wake", "connection", "rank")
+
+    def __init__(self, rank: int, connection: socket.socket, wake: Callable[[], None]) -> None:
+        connection.setblocking(False)
+        self.rank, self.connection, self._wake = rank, connection, wake
+        self._received, self._unsent = bytearray(), bytearray()
+        self._sending = threading.Lock()
+        self._is_cut = False
+
+    def send(self, data: bytes) -> None:
+        """Send as much as the socket takes now, and keep the rest."""
+        with self._sending:
+            if self._unsent and not self._is_cut:
+                self._unsent += data
+            elif rest := data[self._num_sent(data) :]:
+                self._unsent += rest
+                self._wake()
+
+    def send_rest(self) -> None:
+        """Send more of the rest."""
+        with self._sending:
+            del self._unsent[: self._num_sent(self._unsent)]
+
+    def _num_sent(self, data: bytes | bytearray) -> int:
+        try:
+            return self.connection.send(data)
+        except BlockingIOError:
+            return 0
+
+    @property
+    def has_rest(self) -> bool:
+        """True if something is left to send."""
+        return bool(self._unsent)
+
+    def receive(self) -> list[BoardMessage]:
+        """Receive what is there, and return the messages that are complete."""
+        part = self.connection.recv(_PART)
+        if not part:
+            raise ConnectionError("it has left, or has lost another rank")
+        self._received += part
+        return taken_from(self._received)
+
+    def cut(self) -> None:
+        """End the connection. May be called from any thread."""
+        self._is_cut = True
+        with suppress(OSError):  # ended already
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close_socket(self) -> None:
+        """Close the socket. `wake` is not called any more."""
+        with self._sending:
+            self.connection.close()
+
+
+def others(rank: int, size: int) -> set[int]:
+    """Return all ranks but this one."""
+    return set(range(size)) - {rank}
+
+
+def neighbors(rank: int, size: int) -> set[int]:
+    """Return the ranks to which this rank has a connection: those at a distance of a power of two, in both directions.
+
+    Of N ranks each has about 2 log2 N neighbors, and no message is passed on more than log2 N times.
+    """
+    steps = [1 << power for power in range((size - 1).bit_length())]
+    return {(rank + step) % size for step in steps} | {(rank - step) % size for step in steps}
+
+
+def next_of_all(rank: int, source: int, size: int) -> list[int]:
+    """Return where a rank sends a message of `source`: to the neighbors that get it from no other rank."""
+    distance = (rank - source) % size
+    powers = range(distance.bit_length(), (size - 1).bit_length())
+    return [(rank + (1 << power)) % size for power in powers if distance + (1 << power) < size]
+
+
+class BoardTimeout(MeshBroken):
+    """No rank wrote a value in time."""
+
+
+class Board:
+    """One rank's copy of the board. If one connection ends, all do, so that ranks that are not neighbors notice.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        connections: The socket to each neighbor, see `neighbors`. Nothing else uses them.
+    """
+
+    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
+        self._rank, self._size = rank, size
+        self._values: dict[str, bytes] = {}
+        self._broken_by = ""
+        self._is_cut = False
+        self._has_changed = threading.Condition()
+        self._bell: tuple[int, ...] = os.pipe() if connections else ()  # writing to its second end wakes the thread
+        self._links = {rank: _Link(rank, each, self._wake) for rank, each in connections.items()}
+        self._by_number = {link.connection.fileno(): link for link in self._links.values()}
+        self._poll = select.poll()
+        for number in (*self._by_number, *self._bell[:1]):
+            self._poll.register(number, select.POLLIN)
+        self._receiver = threading.Thread(target=self._receive, name="raysgd-board", daemon=True)
+        if connections:
+            self._receiver.start()
+
+    def wait(self, keys: Sequence[str], timeout_s: float) -> None:
+        """Wait until all of these keys have values.
+
+        Raises:
+            BoardTimeout: The time is over.
+            MeshBroken: A rank that might write them is gone.
+        """
+        if self.has(keys):
+            return
+        awaited, what = set(keys), f"gave up waiting for {', '.join(keys)}"
+        with self._has_changed:
+            is_over = self._has_changed.wait_for(
+                lambda: bool(self._broken_by) or awaited <= self._values.keys(), min(timeout_s, threading.TIMEOUT_MAX)
+            )
+            if not is_over:
+                raise BoardTimeout(f"{what} after {timeout_s:g} s")
+            if not awaited <= self._values.keys():
+                raise MeshBroken(f"{what}: {self._broken_by}")
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return the value of a key. Wait for it, like `wait`."""
+        self.wait([key], timeout_s)
+        return self._values[key]
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Return True if all of these keys have values."""
+        return all(key in self._values for key in keys)
+
+    @property
+    def values(self) -> list[bytes]:
+        """All values that are on the board now."""
+        with self._has_changed:
+            return list(self._values.values())
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write a value for all ranks.
+
+        Raises:
+            MeshBroken: A connection has ended.
+        """
+        with self._has_changed:  # send under the lock, so that all ranks see one rank's values in the same order
+            self._values[key] = value
+            self._has_changed.notify_all()
+            written = BoardMessage(self._rank, key, value).encoded
+            for rank in next_of_all(self._rank, self._rank, self._size):
+                try:
+                    self._links[rank].send(written)
+                except OSError as error:
+                    raise MeshBroken(f"the connection to rank {rank} ended: {error}") from error
+
+    def _receive(self) -> None:
+        try:
+            while not self._broken_by:
+                self._receive_once()
+        except (OSError, ValueError) as error:  # a connection ended, or sent something that no rank sends
+            was_cut = self._is_cut
+            self._cut()
+            self._break(_INTERRUPTED if was_cut else str(error))
+
+    def _receive_once(self) -> None:
+        """Wait for messages, pass them on, and keep them. Report the end of a connection only after that."""
+        messages: list[BoardMessage] = []
+        ends: list[MeshBroken] = []
+        for number, events in self._poll.poll():
+            if (link := self._by_number.get(number)) is None:
+                self._watch_rests()
+                continue
+            try:
+                messages += self._moved(link, events)
+            except OSError as error:
+                ends.append(MeshBroken(f"rank {link.rank} is gone: {error}"))
+        try:
+            self._pass_on(messages)
+        finally:
+            with self._has_changed:
+                self._values |= {message.key: message.value for message in messages}
+                self._has_changed.notify_all()
+        if ends:
+            raise ends[0]
+
+    def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
+        """Send to a neighbor and receive from it what is possible now. Return the messages that are complete."""
+        if events & select.POLLOUT:
+            link.send_rest()
+            self._poll.modify(link.connection, _events(link))
+        return link.receive() if events & ~select.POLLOUT else []
+
+    def _watch_rests(self) -> None:
+        """From now on, also wait until neighbors can take what is left to send."""
+        os.read(self._bell[0], _PART)
+        for link in self._links.values():
+            self._poll.modify(link.connection, _events(link))
+
+    def _wake(self) -> None:
+        os.write(self._bell[1], b"!")
+
+    def _pass_on(self, messages: Sequence[BoardMessage]) -> None:
+        """Send messages on to ranks that lack them. Combine those that go to the same neighbor."""
+        onward: dict[int, list[bytes]] = defaultdict(list)
+        for message in messages:
+            encoded = message.encoded
+            for rank in next_of_all(self._rank, message.source, self._size):
+                onward[rank].append(encoded)
+        for rank, parts in onward.items():
+            try:
+                self._links[rank].send(b"".join(parts))
+            except OSError as error:
+                raise MeshBroken(f"rank {rank} is gone: {error}") from error
+
+    def _break(self, reason: str) -> None:
+        with self._has_changed:
+            self._broken_by = self._broken_by or reason
+            self._has_changed.notify_all()
+
+    def _cut(self) -> None:
+        self._is_cut = True
+        for link in self._links.values():
+            link.cut()
+
+    def interrupt(self) -> None:
+        """End all connections, and with them all waits here and for this rank. May be called from any thread."""
+        if not self._is_cut:
+            self._cut()
+            self._break(_INTERRUPTED)
+
+    def close_sockets(self) -> None:
+        """End the connections, and close their sockets when nothing is received any more."""
+        self.interrupt()
+        if self._receiver.is_alive():
+            self._receiver.join()
+        for link in self._links.values():
+            link.close_socket()
+        bell, self._bell = self._bell, ()
+        for number in bell:
+            os.close(number)
+
+
+def _events(link: _Link) -> int:
+    return select.POLLIN | (select.POLLOUT if link.has_rest else 0)

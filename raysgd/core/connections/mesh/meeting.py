@@ -1,0 +1,441 @@
+"""How ranks connect to each other: each one listens, connects to some ranks, and accepts others.
+
+Any process that reaches the port may connect. Both sides know a secret that the driver made for this group and sent
+through Ray. Each side proves that it knows the secret, with an HMAC over a nonce that the other side has just drawn,
+and never sends the secret. A process that does not belong to the group is refused and delays no one.
+
+ADR 55 explains why ranks meet through Ray and not through a store.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from raysgd.core.engine.shared.types import LOOPBACK, PORT_BITS, Rendezvous
+from raysgd.exceptions import OnFailure
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_BACKLOG = 4096
+_MOST_STRANGERS = 128  # more could use up the file descriptors of this process
+_MOST_ACCEPTED = 256  # at a time, so that connections accepted before also make progress
+_HAS_NAMES = sys.platform.startswith("linux")  # sockets can have names without files
+
+Address: TypeAlias = tuple[str, int]
+"""Host, as a number, and port.
+
+A number larger than a port stands for a Unix socket: random bits, followed by the port that is reserved for it.
+"""
+
+Connections: TypeAlias = dict[int, socket.socket]
+"""The socket to each rank of a lane."""
+_NONCE_LENGTH = 16
+_PROOF_LENGTH = 32
+
+
+class Deadline:
+    """The time that is left to wait for other ranks, from now on.
+
+    Args:
+        timeout_s: How long to wait at most.
+        is_interrupted: Called again and again. If it returns True, the wait is over.
+    """
+
+    def __init__(self, timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> None:
+        self.timeout_s = timeout_s
+        self._is_interrupted = is_interrupted
+        self._deadline = time.monotonic() + timeout_s
+
+    def check(self) -> None:
+        """Raise an error if the wait is over.
+
+        Raises:
+            ConnectFailed: The deadline has passed, or the wait was interrupted.
+        """
+        if self._is_interrupted() or time.monotonic() > self._deadline:
+            raise ConnectFailed("another rank failed, or was too slow to join the group")
+
+
+def listen_at(host: str) -> socket.socket:
+    """Listen at a free port of this address; if this machine does not have the address, at a port of all its addresses.
+
+    Behind address translation, other machines know this one by an address that it does not have.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    logger.warning(
+        "this machine does not have the address %s, by which others know it: listening on all of its addresses", host
+    )
+    return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
+
+
+class ConnectionAttempt(NamedTuple):
+    """A connection to make.
+
+    Attributes:
+        rank: The rank to connect to.
+        lane: Which of several connections to that rank it is.
+        address: Where that rank listens.
+    """
+
+    rank: int
+    lane: int
+    address: Address
+
+
+class Endpoint:
+    """The sockets at which a rank listens for others.
+
+    At the loopback address it listens at a Unix socket, where a message takes a third of the time. It reserves the
+    port, so that no other process gets it. If Unix sockets are not possible, it listens at the port.
+
+    Attributes:
+        port: The number that others need to connect, as in an `Address`.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._holding: socket.socket | None = None
+        named = _listen_at_name(host) if has_names(host) else None
+        if named is not None:
+            self._holding, self._listener, self.port = named
+        else:
+            self._listener = listen_at(host)
+            self.port = int(self._listener.getsockname()[1])
+        self._listener.setblocking(False)
+
+    def close_sockets(self) -> None:
+        """Stop listening."""
+        self._listener.close()
+        if self._holding is not None:
+            self._holding.close()
+
+    def connect(
+        self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
+    ) -> list[Connections]:
+        """Connect to other ranks, which must all do so now. Stop listening after that.
+
+        This rank connects to the ranks before it, and accepts those after it.
+
+        Args:
+            rendezvous: The addresses of the ranks.
+            rank: This rank.
+            lanes: For each lane, the ranks that it leads to. Each of these must name this rank in return.
+            deadline: How long to wait for the others.
+
+        Raises:
+            ConnectFailed: Another rank is gone, or was too late.
+        """
+        credentials = Credentials(rank, rendezvous.secret)
+        ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
+        calls = [ConnectionAttempt(other, lane, rendezvous.addresses[other]) for other, lane in ends if other < rank]
+        try:
+            peers = self.connect_all(credentials, calls, len(ends) - len(calls), deadline)
+        except OSError as error:
+            if isinstance(error, ConnectFailed):
+                raise
+            raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
+        finally:
+            self.close_sockets()
+        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
+
+    def connect_all(
+        self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
+    ) -> list[Peer]:
+        """Connect to some ranks and accept others. Return when all are connected.
+
+        Args:
+            credentials: Credentials of this rank.
+            calls: The connections to make.
+            num_accepted: Number of connections that others make to this rank.
+            deadline: How long to wait for the others.
+
+        Raises:
+            OSError: No rank listens where one should.
+            ConnectFailed: Another rank is gone or late, or does not belong to the group.
+        """
+        handshakes = _Handshakes(credentials, self._listener, num_accepted + _MOST_STRANGERS)
+
+        def disconnect() -> None:
+            for peer in handshakes.peers:
+                peer.connection.close()
+
+        try:
+            with OnFailure(disconnect):
+                for call in calls:
+                    handshakes.call(call)
+                while len(handshakes.peers) < len(calls) + num_accepted:
+                    deadline.check()
+                    handshakes.poll()
+        finally:
+            handshakes.drop(handshakes.pending)
+        return handshakes.peers
+
+
+class _Pending:
+    """A handshake in progress.
+
+    Attributes:
+        connection: The socket to the other side.
+        handshake: The generator that advances it.
+        call: The connection that this rank makes; None if the other side has connected. That may be any process, so its
+            failure is not one of this rank.
+        events: The events that it waits for.
+    """
+
+    __slots__ = ("call", "connection", "events", "handshake")
+
+    def __init__(self, connection: socket.socket, handshake: Handshake, call: ConnectionAttempt | None) -> None:
+        self.connection, self.handshake, self.call = connection, handshake, call
+        self.events = select.POLLIN
+
+
+class _Handshakes:
+    """Many handshakes at the same time, so that none waits for another.
+
+    Args:
+        credentials: Credentials of this rank.
+        listener: The socket to which others connect.
+        most_accepted: How many accepted handshakes may be in progress. If there are more, the oldest are disconnected,
+            strangers first.
+
+    Attributes:
+        peers: Ranks that have succeeded.
+        pending: Handshakes in progress, by file descriptor.
+    """
+
+    def __init__(self, credentials: Credentials, listener: socket.socket, most_accepted: int) -> None:
+        self.peers: list[Peer] = []
+        self.pending: dict[int, _Pending] = {}
+        self._credentials, self._listener, self._most_accepted = credentials, listener, most_accepted
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._postponed: list[ConnectionAttempt] = []
+        self._greeted: set[int] = set()  # file descriptors of processes that sent a greeting made with the secret
+
+    def call(self, call: ConnectionAttempt) -> None:
+        """Connect to a rank, and start the handshake."""
+        connection = _socket_for(call.address)
+        code = connection.connect_ex(_name_of(call.address))
+        if code not in (0, errno.EINPROGRESS):
+            connection.close()
+            if code != errno.EAGAIN:
+                raise OSError(code, os.strerror(code))
+            self._postponed.append(call)  # the queue of that rank is full
+            return
+        self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), call)
+        self._advance(connection.fileno())
+
+    def _accept(self) -> None:
+        for _ in range(_MOST_ACCEPTED):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            try:
+                _disable_nagle(connection)
+            except OSError:  # on macOS: the connection has already ended
+                connection.close()
+                continue
+            connection.setblocking(False)
+            note_greeting = partial(self._greeted.add, connection.fileno())
+            self._start(connection, self._credentials.respond(connection, note_greeting), None)
+            self._advance(connection.fileno())
+
+    def _start(self, connection: socket.socket, handshake: Handshake, call: ConnectionAttempt | None) -> None:
+        self.pending[connection.fileno()] = _Pending(connection, handshake, call)
+        self._poll.register(connection, select.POLLIN)
+
+    def poll(self) -> None:
+        """Wait a moment for data and new connections, and advance the handshakes that got some."""
+        postponed, self._postponed = self._postponed, []
+        for call in postponed:
+            self.call(call)
+        listening, is_called = self._listener.fileno(), False
+        for number, _ in self._poll.poll(_POLL_S * 1000):
+            if number == listening:
+                is_called = True
+            else:
+                self._advance(number)
+        if is_called:
+            self._accept()
+            accepted = [number for number, one in self.pending.items() if one.call is None]
+            accepted.sort(key=self._greeted.__contains__)
+            self.drop(accepted[: max(0, len(accepted) - self._most_accepted)])
+
+    def _advance(self, number: int) -> None:
+        one = self.pending[number]
+        try:
+            events = next(one.handshake)
+        except StopIteration as end:
+            self._forget(number)
+            self.peers.append(end.value)
+        except OSError as error:
+            if one.call is not None:
+                if not isinstance(error, ConnectionResetError | BrokenPipeError):
+                    raise
+                self._postponed.append(one.call)  # that rank is crowded with strangers, or does not listen any more
+            self.drop([number])
+        else:
+            if events != one.events:
+                one.events = events
+                self._poll.modify(number, events)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Disconnect processes that have not proved that they belong to the group."""
+        for number in list(numbers):
+            self._forget(number).connection.close()
+
+    def _forget(self, number: int) -> _Pending:
+        self._poll.unregister(number)
+        self._greeted.discard(number)
+        return self.pending.pop(number)
+
+
+def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:
+    """Return a socket that reserves a free port, one that listens under a name, and the number of that name.
+
+    Names are random, because any user of the machine can take one. Returns None if names are not possible, as in a
+    sandbox.
+    """
+    holding, listener = socket.socket(), socket.socket(socket.AF_UNIX)
+    try:
+        holding.bind((host, 0))
+        number = 1 + secrets.randbits(128) << PORT_BITS | holding.getsockname()[1]
+        listener.bind(_name_of((host, number)))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        holding.close()
+        logger.warning("connecting the workers of this node over TCP, as there can be no Unix socket: %s", error)
+        return None
+    return holding, listener, number
+
+
+def has_names(host: str) -> bool:
+    """Return True if ranks at this host listen at Unix sockets, unless a sandbox forbids it."""
+    return _HAS_NAMES and host == LOOPBACK
+
+
+def _name_of(address: Address) -> Address | bytes:
+    """Return what to connect to: the address, or the name of a Unix socket. Names are shared by a network namespace."""
+    return b"\0raysgd/%x" % address[1] if address[1] >> PORT_BITS else address
+
+
+def _socket_for(address: Address) -> socket.socket:
+    family = socket.AF_UNIX if address[1] >> PORT_BITS else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    _disable_nagle(connection)
+    return connection
+
+
+def _disable_nagle(connection: socket.socket) -> None:
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+_HELLO = struct.Struct("<II16s32s")  # the rank that connects, the lane, a nonce, and a greeting made with the secret
+_NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)  # macOS reports the last one while it connects
+
+
+class ConnectFailed(ConnectionError):
+    """Another rank failed, was too late, or cannot be reached, so that the group was not formed."""
+
+
+class Peer(NamedTuple):
+    """A connected rank that has proved that it belongs to the group.
+
+    Attributes:
+        connection: The non-blocking socket to it.
+        rank: Its rank.
+        lane: Which of several connections to it this is.
+    """
+
+    connection: socket.socket
+    rank: int
+    lane: int
+
+
+Handshake: TypeAlias = Generator[int, None, Peer]
+"""A handshake in progress. When it has to wait for the other side, it yields the events for `select.poll`."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The rank and the secret with which a rank proves that it belongs to the group."""
+
+    rank: int
+    secret: bytes
+
+    def proof(self, role: bytes, initiator: int, responder: int, lane: int, nonces: bytes) -> bytes:
+        """Return an answer to these nonces that requires the secret. It differs by role and ranks."""
+        return hmac.digest(self.secret, role + struct.pack("<III", initiator, responder, lane) + nonces, "sha256")
+
+    def initiate(self, connection: socket.socket, responder: int, lane: int) -> Handshake:
+        """Shake hands as the side that connects to rank `responder`. It may not be connected yet."""
+        own = secrets.token_bytes(_NONCE_LENGTH)
+        greeting = self.proof(b"greeting", self.rank, responder, lane, own)
+        yield from _sent(connection, _HELLO.pack(self.rank, lane, own, greeting))
+        answer = yield from _received(connection, _NONCE_LENGTH + _PROOF_LENGTH)
+        nonces, proof = own + answer[:_NONCE_LENGTH], answer[_NONCE_LENGTH:]
+        if not hmac.compare_digest(proof, self.proof(b"responder", self.rank, responder, lane, nonces)):
+            raise ConnectFailed(f"the process that listens in place of rank {responder} does not belong to the group")
+        yield from _sent(connection, self.proof(b"initiator", self.rank, responder, lane, nonces))
+        return Peer(connection, responder, lane)
+
+    def respond(self, connection: socket.socket, note_greeting: Callable[[], None]) -> Handshake:
+        """Shake hands as the side that accepted. Calls `note_greeting` if the greeting was made with the secret."""
+        initiator, lane, other, greeting = _HELLO.unpack((yield from _received(connection, _HELLO.size)))
+        if hmac.compare_digest(greeting, self.proof(b"greeting", initiator, self.rank, lane, other)):
+            note_greeting()
+        own = secrets.token_bytes(_NONCE_LENGTH)
+        nonces = other + own
+        yield from _sent(connection, own + self.proof(b"responder", initiator, self.rank, lane, nonces))
+        proof = yield from _received(connection, _PROOF_LENGTH)
+        if not hmac.compare_digest(proof, self.proof(b"initiator", initiator, self.rank, lane, nonces)):
+            raise ConnectFailed("a process that connected does not belong to the group")
+        return Peer(connection, initiator, lane)
+
+
+def _sent(connection: socket.socket, message: bytes) -> Generator[int, None, None]:
+    while message:
+        try:
+            message = message[connection.send(message) :]
+        except OSError as error:
+            if error.errno not in _NOT_YET:
+                raise
+            yield select.POLLOUT
+
+
+def _received(connection: socket.socket, length: int) -> Generator[int, None, bytes]:
+    received = b""
+    while len(received) < length:
+        try:
+            part = connection.recv(length - len(received))
+        except OSError as error:
+            if error.errno not in _NOT_YET:
+                raise
+            yield select.POLLIN
+            continue
+        if not part:
+            raise ConnectionResetError(errno.ECONNRESET, "another rank left before the group was formed")
+        received += part
+    return received

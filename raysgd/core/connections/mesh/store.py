@@ -1,0 +1,78 @@
+"""A board as a store of `torch.distributed`, in which the ranks of a process group find each other.
+
+PyTorch's own `TCPStore` accepts any process, is lost with its host, and looks up the name of each client. Without a
+name server, many clients at once take long for that. This module imports PyTorch, so import it only where you need it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from raysgd.core.connections.mesh.board import Board, BoardTimeout
+
+
+class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
+    """The operations of a store that gloo uses, also from C++.
+
+    PyTorch sets the `timeout` of a store to that of the group.
+
+    Args:
+        board: Where the values are written.
+        longest_wait_s: Limit for all waits, even if the timeout is longer.
+    """
+
+    def __init__(self, board: Board, longest_wait_s: float = math.inf) -> None:
+        super().__init__()
+        self._board = board
+        self.longest_wait_s = longest_wait_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._board.put(key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._board.get(key, 0.0)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self._board.get(key, 0.0) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Refuse to count. No group needs it, and one rank would have to count for all."""
+        raise NotImplementedError(
+            "the store of this process group does not count: make groups without `use_local_synchronization=True`, and "
+            "leave the variable `TORCH_DIST_INIT_BARRIER` unset."
+        )
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        try:
+            self._board.wait(list(keys), min(timeout_s, self.longest_wait_s))
+        except BoardTimeout as error:
+            raise dist.DistStoreError(f"wait timeout: {error}") from error  # the error that PyTorch expects
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._board.has(keys)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> Any:
+        return self
+
+    @property
+    def _timeout_s(self) -> float:
+        return self.timeout.total_seconds()  # type: ignore[no-any-return]
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,363 @@
+"""Sums of arrays over the ranks of a mesh, and bytes that one rank sends to several others.
+
+All ranks get the same bits, because each part of a sum is added up by one rank and sent to the others, or by all ranks
+in the same order.
+
+The method depends on the number of ranks, their nodes, and the size of the array, which all ranks know:
+
+=================  ====================================  ==================================================
+ranks              up to `MAX_WHOLE_BYTES`               more
+=================  ====================================  ==================================================
+up to `MOST`       each sends everything to each other   each rank adds up a part
+more               up a tree of all ranks, and down      the same; from `LEAST_PART_BYTES` per part on,
+                                                         each rank adds up a part
+on several nodes   the same on each node, then among     each node adds up a part for each lane, lanes add up
+                   the first ranks of the nodes          theirs between nodes, and nodes put them together
+=================  ====================================  ==================================================
+
+ADR 35 explains why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from raysgd.core.connections.mesh.mesh import Bytes, Mesh, Message
+
+MOST = 8
+"""Up to this many ranks, each one talks to every other."""
+
+MAX_WHOLE_BYTES = 64 * 1024
+"""Up to this size, every rank adds up the whole array."""
+
+LEAST_PART_BYTES = 8 * 1024
+"""From this size of a part on, the amount of data costs more than the number of messages."""
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+_NO_ROWS: Mapping[int, Array] = {}
+
+
+class RankSums:
+    """One rank's part in sums.
+
+    Args:
+        rank: This rank.
+        mesh: The connections.
+        nodes: The nodes of all ranks.
+    """
+
+    def __init__(self, rank: int, mesh: Mesh, nodes: Nodes) -> None:
+        self._rank, self._mesh, self._nodes = rank, mesh, nodes
+        self._all, self._beside = range(len(nodes.hosts)), nodes.beside(rank)
+        self._scratch = np.empty(0, np.uint8)
+
+    def add_up(self, flat: Array, kind: int) -> None:
+        """Replace a row by its sums over all ranks.
+
+        Args:
+            flat: The row.
+            kind: The number of this exchange, the same on all ranks.
+        """
+        is_small = flat.nbytes <= MAX_WHOLE_BYTES
+        if not self._nodes.are_shared or (is_small and len(self._all) <= MOST):
+            self._among(self._all, flat, kind, is_small)
+        elif is_small:
+            self._by_leaders(flat, kind)
+        else:
+            self._by_lanes(flat, kind)
+
+    def can_carry(self, flat: Array) -> bool:
+        """Return True if a row of bytes can be sent along with a sum. All ranks get the same answer."""
+        return len(self._all) <= MOST and (flat.nbytes <= MAX_WHOLE_BYTES or not self._nodes.are_shared)
+
+    def add_up_with(self, flat: Array, row: Array, kind: int) -> list[Array]:
+        """Replace a row by its sums over all ranks. Return the bytes that each rank sent along, equally many."""
+        rows = {rank: row if rank == self._rank else np.empty_like(row) for rank in self._all}
+        way = self._whole if flat.nbytes <= MAX_WHOLE_BYTES else self._in_parts
+        way(self._all, flat, kind, rows)
+        return list(rows.values())
+
+    def tell(self, flat: Array, kind: int) -> None:
+        """Replace a row by rank 0's. Each rank sends few messages, and one goes between two nodes."""
+        if self._rank in self._nodes.leaders:
+            self._spread(self._nodes.leaders, flat, kind)
+        self._spread(self._beside, flat, kind)
+
+    # ------------------------------------------------------------------------------------ several nodes
+
+    def _by_leaders(self, flat: Array, kind: int) -> None:
+        """Sum on each node, then among the first ranks of the nodes, which send the result to the others."""
+        beside = self._beside
+        self._among(beside, flat, kind, is_small=True)
+        if self._rank == beside[0]:
+            self._among(self._nodes.leaders, flat, kind, is_small=True)
+        self._spread(beside, flat, kind)
+
+    def _by_lanes(self, flat: Array, kind: int) -> None:
+        """Sum by lanes. However many ranks a node has, twice the array leaves it, as with a ring of all ranks."""
+        beside, lanes = self._beside, self._nodes.lanes
+        parts, owners = _divided(flat, len(lanes)), beside[: len(lanes)]
+        self._collect(beside, owners, parts, kind)
+        if self._rank in owners:
+            own = owners.index(self._rank)
+            self._among(lanes[own], parts[own], kind, is_small=False)
+        self._distribute(beside, owners, parts, kind)
+
+    # ------------------------------------------------------------------------------------ some ranks
+
+    def _among(self, ranks: Sequence[int], flat: Array, kind: int, is_small: bool) -> None:
+        """Replace a row by its sums over these ranks, which must all do so now.
+
+        Args:
+            ranks: The ranks that take part.
+            flat: The row.
+            kind: The number of this exchange, the same on all ranks.
+            is_small: True if the array may be sent more than twice, if that takes fewer messages.
+        """
+        if len(ranks) == 1:
+            return
+        if len(ranks) <= MOST:
+            way = self._whole if is_small else self._in_parts
+            way(ranks, flat, kind)
+        elif is_small or flat.nbytes < LEAST_PART_BYTES * len(ranks):
+            self._by_tree(ranks, flat, kind)
+        else:
+            self._in_parts(ranks, flat, kind)
+
+    def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
+        """Send the whole array from every rank to every other. There is only one wait, which is what small arrays cost.
+
+        With `rows`, each rank also sends its row, and receives the others' rows into `rows`.
+        """
+        others = self._without_self(ranks)
+        received = self._room(others, flat.dtype, len(flat))
+        self._mesh.swap(dict.fromkeys(others, self._with_own(flat, rows)), _views(received, rows), kind)
+        _add_in_order({**received, self._rank: flat}, flat)
+
+    def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
+        """Let each rank add up a part and send the sums to all. Each sends twice the array, however many there are."""
+        parts = _divided(flat, len(ranks))
+        self._collect(ranks, ranks, parts, kind, rows)
+        self._distribute(ranks, ranks, parts, kind)
+
+    def _collect(
+        self,
+        ranks: Sequence[int],
+        owners: Sequence[int],
+        parts: Sequence[Array],
+        kind: int,
+        rows: Mapping[int, Array] = _NO_ROWS,
+    ) -> None:
+        """Let each of `owners` add up its part over `ranks`. `rows` are as in `_whole`, if all ranks are owners."""
+        of_others = {owner: part for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
+        outgoing = {owner: self._with_own(part, rows) for owner, part in of_others.items()}
+        if self._rank not in owners:
+            self._mesh.swap(outgoing, {}, kind)
+            return
+        own = parts[owners.index(self._rank)]
+        received = self._room(self._without_self(ranks), own.dtype, len(own))
+        self._mesh.swap(outgoing, _views(received, rows), kind)
+        if received:
+            _add_in_order({**received, self._rank: own}, own)
+
+    def _distribute(self, ranks: Sequence[int], owners: Sequence[int], parts: Sequence[Array], kind: int) -> None:
+        """Let each of `owners` send its part to all of `ranks`."""
+        incoming = {owner: as_bytes(part) for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
+        outgoing = {}
+        if self._rank in owners:
+            outgoing = dict.fromkeys(self._without_self(ranks), as_bytes(parts[owners.index(self._rank)]))
+        self._mesh.swap(outgoing, incoming, kind)
+
+    def _by_tree(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """Sum up a tree to the first of these ranks, then send the sums down the tree. Few messages for each rank."""
+        above, below = tree(ranks, self._rank)
+        if below:
+            received = self._room(below, flat.dtype, len(flat))
+            self._mesh.swap({}, _views(received), kind)
+            _add_in_order({**received, self._rank: flat}, flat)
+        if above is not None:
+            self._mesh.swap({above: as_bytes(flat)}, {}, kind)
+        self._spread(ranks, flat, kind)
+
+    def _spread(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
+        """Send the row of the first of these ranks to the others."""
+        above, passed_on = tree(ranks, self._rank)
+        if above is not None:
+            self._mesh.swap({}, {above: as_bytes(flat)}, kind)
+        if passed_on:
+            self._mesh.swap(dict.fromkeys(passed_on, as_bytes(flat)), {}, kind)
+
+    # ------------------------------------------------------------------------------------ numbers
+
+    def _with_own(self, flat: Array, rows: Mapping[int, Array]) -> Message:
+        """Return numbers as a message, followed by this rank's row if there are rows."""
+        return (as_bytes(flat), as_bytes(rows[self._rank])) if rows else as_bytes(flat)
+
+    def _without_self(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank != self._rank]
+
+    def _room(self, ranks: Collection[int], dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
+        """Return an array for each of these ranks, in reused memory, because fresh memory costs as much as the sum."""
+        num_bytes = num_numbers * dtype.itemsize
+        if len(self._scratch) < num_bytes * len(ranks):
+            self._scratch = np.empty(num_bytes * len(ranks), np.uint8)
+        pieces = self._scratch[: num_bytes * len(ranks)].reshape(len(ranks), num_bytes)
+        return {rank: piece.view(dtype) for rank, piece in zip(ranks, pieces, strict=True)}
+
+
+def as_bytes(row: Array) -> memoryview:
+    """Return the same memory as bytes. Goes through NumPy, because `memoryview` lacks some types of numbers."""
+    return row.view(np.uint8).data
+
+
+def _views(arrays: Mapping[int, Array], rows: Mapping[int, Array] = _NO_ROWS) -> dict[int, Message]:
+    if rows:
+        return {rank: (as_bytes(array), as_bytes(rows[rank])) for rank, array in arrays.items()}
+    return {rank: as_bytes(array) for rank, array in arrays.items()}
+
+
+def _divided(flat: Array, num_parts: int) -> list[Array]:
+    bounds = [len(flat) * index // num_parts for index in range(num_parts + 1)]
+    return [flat[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def doubled(size: int) -> list[int]:
+    """Return 1, 2, 4 and so on, below `size`."""
+    return [1 << exponent for exponent in range((size - 1).bit_length())]
+
+
+def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
+    """Put the sum of the terms, added in the order of ranks, into `target`. It is one of the terms."""
+    first, second, *more = (terms[rank] for rank in sorted(terms))
+    total = target if not more or target is first or target is second else first
+    np.add(first, second, out=total)
+    for term in more:
+        np.add(total, term, out=total)
+    if total is not target:
+        target[:] = total
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of the ranks of a group.
+
+    Attributes:
+        hosts: The address of each rank's node, by rank. The same on all ranks.
+    """
+
+    hosts: tuple[str, ...]
+
+    @cached_property
+    def ranks(self) -> list[list[int]]:
+        """Ranks of each node. Nodes are in the order of their first ranks."""
+        found: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            found.setdefault(host, []).append(rank)
+        return list(found.values())
+
+    @cached_property
+    def are_shared(self) -> bool:
+        """True if there are several nodes, and one of them has several ranks."""
+        return 1 < len(self.ranks) < len(self.hosts)
+
+    @cached_property
+    def leaders(self) -> list[int]:
+        """First rank of each node."""
+        return [ranks[0] for ranks in self.ranks]
+
+    @cached_property
+    def lanes(self) -> list[list[int]]:
+        """Ranks that exchange a part with each other, one on each node. As many lanes as every node has ranks."""
+        return [list(lane) for lane in zip(*self.ranks, strict=False)]
+
+    @cached_property
+    def in_order(self) -> list[int]:
+        """All ranks, node by node."""
+        return [rank for ranks in self.ranks for rank in ranks]
+
+    def beside(self, rank: int) -> list[int]:
+        """Return the ranks on the node of a rank, itself included."""
+        return next(ranks for ranks in self.ranks if rank in ranks)
+
+
+def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
+    """Return from which rank a rank gets a message of the first of `ranks`, and to which it passes it on, in order.
+
+    The number of ranks that have the message doubles in each round.
+    """
+    place, above = list(ranks).index(rank), None
+    reach = 1
+    while reach < len(ranks):
+        reach *= 2
+    passed_on = []
+    step = reach // 2
+    while step:
+        if place % (2 * step) == 0 and place + step < len(ranks):
+            passed_on.append(ranks[place + step])
+        elif place % (2 * step) == step:
+            above = ranks[place - step]
+        step //= 2
+    return above, passed_on
+
+
+PIECE_BYTES = 2**20
+
+
+ChainTransfer: TypeAlias = Callable[[Mapping[int, Bytes], Mapping[int, Bytes]], None]
+"""Sends bytes to some ranks and receives from some, all at the same time, like `Mesh.swap`."""
+
+
+class Chain:
+    """One rank's place in a chain that passes bytes from one rank through several others.
+
+    The bytes go in pieces, and a rank receives one piece while it sends the one before. So all ranks have everything
+    after about the time of one transfer, whatever their number, and the source sends it once. ADR 35 explains why the
+    source does not send to each rank.
+
+    Args:
+        move: Moves pieces between this rank and its neighbors.
+        rank: This rank.
+        source: The rank that has the bytes.
+        takers: The ranks that receive them, in the order of the chain. All ranks pass the same order.
+        piece_bytes: Size of a piece, the same on all ranks.
+    """
+
+    def __init__(
+        self, move: ChainTransfer, rank: int, source: int, takers: Sequence[int], piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        way = (source, *takers)
+        place = way.index(rank)
+        self._move, self._piece_bytes = move, piece_bytes
+        self._before = way[place - 1] if place else None
+        self._after = way[place + 1] if place + 1 < len(way) else None
+
+    def pass_on(self, *parts: Bytes) -> None:
+        """At the source, send the parts. Elsewhere, fill them, and send each piece on while the next one arrives."""
+        held: Bytes | None = None
+        for piece in self._pieces(parts):
+            if self._before is None:
+                self._send(piece)
+            else:
+                self._move(self._to_next(held), {self._before: piece})
+            held = piece
+        if self._before is not None:
+            self._send(held)
+
+    def _send(self, piece: Bytes | None) -> None:
+        outgoing = self._to_next(piece)
+        if outgoing:
+            self._move(outgoing, {})
+
+    def _to_next(self, piece: Bytes | None) -> dict[int, Bytes]:
+        return {} if self._after is None or piece is None else {self._after: piece}
+
+    def _pieces(self, parts: Sequence[Bytes]) -> Iterator[Bytes]:
+        for part in parts:
+            for start in range(0, len(part), self._piece_bytes):
+                yield part[start : start + self._piece_bytes]

@@ -1,0 +1,152 @@
+"""Connections between TensorFlow replicas, over sockets of our own.
+
+In a group of several workers, each has `TF_CONFIG` as TensorFlow documents it, for code that reads its rank there.
+
+ADR 31 explains why TensorFlow's own groups are not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raysgd.core.connections._origins import with_causes
+from raysgd.core.connections.group import EarlyVotes, Group
+from raysgd.core.connections.mesh.board import others
+from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint
+from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
+from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.core.engine.shared.types import Rendezvous, World
+
+_TF_CONFIG = "TF_CONFIG"
+
+
+@dataclass
+class TensorFlowConnection(Connection):
+    """Connects replicas that each run a separate TensorFlow, and exchange numbers over our own sockets.
+
+    Attributes:
+        variables: Environment variables to set in remote workers before TensorFlow is imported.
+        timeout_s: How long to wait for the other ranks.
+        form_timeout_s: How long ranks may take to form a group, at most `timeout_s`.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 1800.0
+    form_timeout_s: float = FORM_TIMEOUT_S
+    _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
+    _is_interrupted: bool = field(default=False, repr=False, compare=False)
+    _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
+    _num_threads: int | None = field(default=None, repr=False, compare=False)
+
+    def limit_threads(self, num_threads: int) -> None:
+        super().limit_threads(num_threads)
+        self._num_threads = num_threads
+
+    def load(self) -> None:
+        load_tensorflow(self.variables, self._num_threads)
+
+    @property
+    def opens_for_any_rank(self) -> bool:
+        return True
+
+    def open_endpoint(self, host: str, rank: int) -> int:
+        self._endpoint = Endpoint(host)
+        return self._endpoint.port
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        """Connect to all other ranks. A group of one rank needs no connections.
+
+        Raises:
+            RuntimeError: This process is already in another group.
+        """
+        global _JOINED
+        if not world.is_distributed:
+            return
+        if _JOINED is not None:
+            raise RuntimeError(
+                "Another trainer with `use_local=True` has its rank 0 in this process, which can hold one only: "
+                "shut that trainer down first."
+            )
+        assert self._endpoint is not None, "a rank of several listens before it joins the others"
+        deadline = Deadline(min(self.form_timeout_s, self.timeout_s), lambda: self._is_interrupted)
+        lanes = self._endpoint.connect(rendezvous, world.rank, [others(world.rank, world.size)] * 2, deadline)
+        self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
+        deadline.check()  # catch an interrupt that came before there was anything to cut
+        addresses = [f"{host}:{port}" for host, port in rendezvous.addresses]
+        os.environ[_TF_CONFIG] = cluster_of(addresses, world.rank)
+        gradients, votes = self._lanes
+        _JOINED = Group(world, gradients, rendezvous.hosts), EarlyVotes(world, votes)
+
+    def interrupt(self) -> None:
+        self._is_interrupted = True
+        for lane in self._lanes:
+            lane.interrupt()
+
+    def leave(self) -> None:
+        global _JOINED
+        for lane in self._lanes:
+            lane.close_sockets()
+        if _JOINED is not None and self._lanes:
+            _JOINED = None
+            os.environ.pop(_TF_CONFIG, None)
+        if self._endpoint is not None:
+            self._endpoint.close_sockets()
+        self._lanes, self._endpoint, self._is_interrupted = [], None, False
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        return any(isinstance(link, MeshBroken | ConnectFailed) for link in with_causes(error))
+
+
+_JOINED: tuple[Group, EarlyVotes] | None = None
+"""The group for gradients, metrics and states; and the votes on which ranks have data left, held in the background."""
+
+
+def group_of(world: World) -> Group:
+    """Return the group that this process joined, for a rank at this place.
+
+    A standby worker has not joined one yet. It gets a group of its own, whatever its place will be.
+    """
+    return _JOINED[0] if world.is_distributed and _JOINED is not None else Group(World(0, 1))
+
+
+def votes() -> EarlyVotes:
+    """Return the votes of the group that this process joined. There have to be several ranks."""
+    assert _JOINED is not None, "a rank that is alone has no other rank to ask"
+    return _JOINED[1]
+
+
+def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> None:
+    """Import TensorFlow. In a worker process, set these variables and limit the threads.
+
+    In the driver, whose environment and threads belong to the user, `num_threads` is None.
+    """
+    if num_threads is None:
+        import tensorflow  # noqa: F401
+
+        return
+    os.environ.update(variables)
+    import tensorflow as tf
+
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(num_threads)
+        # One more thread, because an operation that waits for other ranks holds one.
+        tf.config.threading.set_inter_op_parallelism_threads(num_threads + 1)
+    except RuntimeError:  # the user's hook has already used TensorFlow
+        return
+
+
+def cluster_of(addresses: Sequence[str], rank: int) -> str:
+    """Return the value of `TF_CONFIG` for one worker.
+
+    >>> cluster_of(["a:1"], 0)
+    '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+    """
+    return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})
+
+
+def keras_of_driver() -> dict[str, str]:
+    """Return the variables that choose Keras in the driver. Workers need them before they import TensorFlow."""
+    return {name: os.environ[name] for name in ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND") if name in os.environ}

@@ -1,0 +1,485 @@
+"""`torch.distributed` process groups: gloo or NCCL."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raysgd.core.connections._compiler import defer_compiler
+from raysgd.core.connections._gloo import DelayedCalls, GlooConnections, as_written, open_sockets, opened_since
+from raysgd.core.connections._origins import is_of, with_causes
+from raysgd.core.connections.group import Group
+from raysgd.core.connections.mesh.board import Board, neighbors, others
+from raysgd.core.connections.mesh.meeting import ConnectFailed, Deadline, Endpoint, listen_at
+from raysgd.core.connections.mesh.mesh import Mesh, MeshBroken
+from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection
+from raysgd.core.engine.shared.types import Rendezvous, World
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_S = 0.002
+_ABORT_S = 60.0
+_FORM_BESIDE_S = 6.0  # all ranks were there a moment ago, so a fifth of gloo's own limit is enough
+_STORE = "raysgd/store"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+# Messages of the transports if a peer is gone. Compared in lower case with a RuntimeError that PyTorch raised.
+_BROKEN = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "socket timeout",
+    "wait timeout",
+    "nccl error",
+    "nccl communicator was aborted",
+    "gloo/transport",
+    "failed to recv",
+    "failed to send",
+    "application timeout caused pair closure",
+)
+
+
+@dataclass
+class TorchConnection(Connection):
+    """One default process group over all ranks; none for a single rank.
+
+    Attributes:
+        transport: "gloo" or "nccl".
+        timeout_s: How long a collective may wait for other ranks before it raises.
+        form_timeout_s: How long ranks may take to form a group, at most `timeout_s`.
+        joins_alone: True to form a group even for a single rank, which others may join later.
+    """
+
+    transport: str = "gloo"
+    timeout_s: float = 1800.0
+    form_timeout_s: float = FORM_TIMEOUT_S
+    joins_alone: bool = False
+    _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
+    _board: Board | None = field(default=None, repr=False, compare=False)
+    _store: Any = field(default=None, repr=False, compare=False)  # kept alive, because C++ calls its Python methods
+    _is_interrupted: bool = field(default=False, repr=False, compare=False)
+    _has_joined: bool = field(default=False, repr=False, compare=False)
+    _gloo: GlooConnections | None = field(default=None, repr=False, compare=False)
+    _mesh: Mesh | None = field(default=None, repr=False, compare=False)
+    _group: Group | None = field(default=None, repr=False, compare=False)
+    _aborting: threading.Thread | None = field(default=None, repr=False, compare=False)
+    _is_cut: bool = field(default=False, repr=False, compare=False)
+    _is_formed: bool = field(default=False, repr=False, compare=False)
+    _beside: list[Any] = field(default_factory=list, repr=False, compare=False)
+    _former: list[DelayedCalls] = field(default_factory=list, repr=False, compare=False)
+    _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
+    _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    def load(self) -> None:
+        self.load_in_driver()
+        defer_compiler()
+
+    def load_in_driver(self) -> None:
+        import torch.distributed  # noqa: F401
+
+    def use_gpus(self, gpu_ids: Sequence[str]) -> None:
+        """Choose the GPU by its ordinal in this process, because CUDA may have read `CUDA_VISIBLE_DEVICES` already.
+
+        Raises:
+            RuntimeError: This process cannot see the GPU.
+        """
+        import torch
+
+        self._gpus_of_driver = tuple(gpu_ids)
+        if gpu_ids and torch.cuda.is_available():
+            torch.cuda.set_device(ordinal_of(gpu_ids[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+    @property
+    def opens_for_any_rank(self) -> bool:
+        return True
+
+    def open_endpoint(self, host: str, rank: int) -> int:
+        self._endpoint = Endpoint(host)
+        return self._endpoint.port
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        """Form the default process group.
+
+        Raises:
+            RuntimeError: Other code in this process has already formed a default process group.
+        """
+        if not (world.is_distributed or even_alone or self.joins_alone):
+            return
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            raise RuntimeError(
+                "`torch.distributed` is already initialized in this process. A trainer with `use_local=True` needs the "
+                "default process group of the driver for itself: destroy the other group or shut the other trainer "
+                "down."
+            )
+        self._choose_interface(rendezvous)
+        deadline = self._deadline()
+        self._store = store = self._connect(rendezvous, world, deadline)
+        self._has_joined, self._is_cut = True, False
+        timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo cannot change it later
+        dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        if self.transport == "gloo" and world.is_distributed:
+            store.longest_wait_s = math.inf  # the group has formed, and later waits may take long
+            if self._mesh is not None:
+                self._mesh.timeout_s = self.timeout_s
+            deadline.check()  # catch an interrupt that came before there was anything to cut
+            assert self._gloo is not None
+            self._gloo.look()
+        self._is_formed = True
+        global _joined
+        _joined = self
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
+
+    def _connect(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
+        """Connect to the other ranks. Return the store that all of them share."""
+        if not world.is_distributed:
+            return _c10d("HashStore")()
+        assert self._endpoint is not None, "a rank of several listens before it joins the others"
+        lanes = [neighbors(world.rank, world.size)]
+        if self.transport == "gloo":
+            lanes.append(others(world.rank, world.size))
+        on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, lanes, deadline)
+        self._board = Board(world.rank, world.size, on_board)
+        self._gloo = GlooConnections(self._board)
+        for lane in in_mesh:
+            self._mesh = Mesh(lane, self._form_timeout_s)
+            self._group = Group(world, self._mesh, rendezvous.hosts)
+        if self.transport == "gloo":
+            from raysgd.core.connections.mesh.store import BoardStore
+
+            return BoardStore(self._board, self._form_timeout_s)
+        self._see_gpus_of_node(world)
+        return self._store_of_rank_0(rendezvous, world, self._board)
+
+    def _store_of_rank_0(self, rendezvous: Rendezvous, world: World, board: Board) -> Any:
+        """Return a store of PyTorch's own. NCCL's threads would call a store in Python while the process ends."""
+        host = rendezvous.address
+        options = {"wait_for_workers": False, "timeout": datetime.timedelta(seconds=self._form_timeout_s)}
+        if world.rank == 0:
+            with listen_at(host) as listener:
+                port = listener.getsockname()[1]
+                store = _c10d("TCPStore")(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
+            board.put(_STORE, str(port).encode())
+            return store
+        port = int(board.get(_STORE, self._form_timeout_s))
+        return _c10d("TCPStore")(host, port, is_master=False, **options)
+
+    def _tell(self, world: World, topic: str, word: bytes) -> list[bytes]:
+        """Send a word to all ranks. Return the words of all ranks, by rank."""
+        assert self._board is not None
+        self._board.put(f"{topic}/{world.rank}", word)
+        return [self._board.get(f"{topic}/{rank}", self._form_timeout_s) for rank in range(world.size)]
+
+    def _see_gpus_of_node(self, world: World) -> None:
+        """Let this process see the GPUs of all workers on its node, and compute on its own.
+
+        Workers that see only one GPU each cannot reach each other's GPU memory, so NCCL takes detours or fails. Has an
+        effect only if CUDA has not read the variable yet.
+        """
+        import torch
+
+        own = os.environ.get(_VISIBLE, "")
+        word = json.dumps([world.node_rank, ",".join(self._gpus_of_driver) or own])
+        told = [json.loads(each) for each in self._tell(world, "raysgd/gpus", word.encode())]
+        if self._gpus_of_driver:
+            return
+        visible, ordinal = visible_to_all(own, [gpus for node_rank, gpus in told if node_rank == world.node_rank])
+        if visible == own or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        os.environ[_VISIBLE] = visible
+        try:
+            torch.cuda.set_device(ordinal)
+        except RuntimeError as error:
+            logger.warning("cannot see the GPUs of other workers, CUDA was in use before: %s", error)
+            os.environ[_VISIBLE] = own
+            torch.cuda.set_device(0)
+
+    def new_group_beside(self, form_timeout_s: float | None = None) -> Any:
+        """Form another group of all ranks, over gloo. All ranks have to call this. `interrupt` also ends waits in it.
+
+        Args:
+            form_timeout_s: How long a rank waits for one that dies while the group forms, which nothing else ends. It
+                is also the timeout of the group. None for that of the default group.
+        """
+        import torch.distributed as dist
+
+        if self._group is not None:
+            self._group.add_up(np.zeros(1))  # waits for all ranks, or raises here if one is gone
+        before = open_sockets() if self.transport != "gloo" else {}
+        if self._gloo is not None:
+            self._gloo.found = None  # so that the sockets about to be opened can be cut, too
+        timeout = None if form_timeout_s is None else datetime.timedelta(seconds=form_timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        self._beside.append(group)
+        if self._gloo is not None:
+            if self.transport != "gloo":  # gloo wrote its addresses to PyTorch's own store
+                self._tell_where_gloo_listens(opened_since(before)[1])
+            self._gloo.look()
+        if self._is_cut:  # by another thread in the meantime
+            self._cut()
+        return group
+
+    def _tell_where_gloo_listens(self, listening: Sequence[str]) -> None:
+        import torch.distributed as dist
+
+        world = World(dist.get_rank(), dist.get_world_size())
+        self._tell(world, f"raysgd/listens/{len(self._beside)}", b"".join(map(as_written, listening)))
+
+    def interrupt(self) -> None:
+        self._is_interrupted = True
+        self._cut()
+
+    def give_up(self, error: BaseException) -> None:
+        """End the mesh and the board, which all ranks notice.
+
+        Cut gloo too, unless the error came from the mesh: ADR 55.
+        """
+        is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
+        if self._is_formed and is_in_mesh:
+            self._end_exchanges()
+        else:
+            self.interrupt()
+
+    def _cut(self) -> None:
+        self._is_cut = True
+        try:
+            if self._gloo is not None:
+                self._gloo.cut()
+        finally:
+            self._end_exchanges()
+        if self.transport == "nccl" and self._has_joined and self._aborting is None:
+            self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
+            self._aborting.start()  # it may take long, and the interrupting thread also answers heartbeats
+
+    def _end_exchanges(self) -> None:
+        for part in (self._mesh, self._board):
+            if part is not None:
+                part.interrupt()
+
+    @property
+    def is_broken(self) -> bool:
+        """True if a connection to another rank is known to have ended. Some connections are not known."""
+        is_mesh_broken = self._mesh is not None and self._mesh.is_broken
+        is_gloo_broken = self._gloo is not None and not self._gloo.are_open
+        return self._is_cut or is_mesh_broken or is_gloo_broken
+
+    def leave_for_another(self) -> None:
+        """Leave the group, but cut gloo's connections a little later if no rank waits in them: ADR 55."""
+        import torch.distributed as dist
+
+        if self.transport == "gloo" and self._is_formed and not self._is_cut:
+            self._former = [each for each in self._former if not each.has_ended]
+            self._former.append(self._end_later([dist.group.WORLD, *self._beside]))
+        self._leave()
+
+    def _end_later(self, groups: list[Any]) -> DelayedCalls:
+        """Cut gloo's connections later, and then release the groups."""
+
+        def let_go() -> None:
+            time.sleep(_SETTLE_S)  # see `end_process_group`
+            groups.clear()
+
+        gloo, self._gloo = self._gloo, None
+        if gloo is None:
+            return DelayedCalls(let_go)
+        return DelayedCalls(gloo.cut, let_go)
+
+    def leave(self) -> None:
+        self._leave()
+        while self._former:
+            self._former.pop().hurry()
+
+    def _leave(self) -> None:
+        global _joined
+        if _joined is self:
+            _joined = None
+        self._cut()
+        if self._aborting is not None:
+            self._aborting.join(_ABORT_S)
+            if self._aborting.is_alive():  # otherwise others would wait forever for it, because it answers heartbeats
+                raise ConnectFailed(f"NCCL did not end its connections within {_ABORT_S:g} s: this process is stuck")
+            self._aborting = None
+        if self._has_joined:  # do not end a group that other code formed
+            end_process_group()
+        for part in (self._mesh, self._board, self._endpoint):
+            if part is not None:
+                part.close_sockets()
+        self._mesh = self._board = self._gloo = self._endpoint = self._group = self._store = None
+        self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
+        self._is_formed, self._beside = False, []
+        while self._own_variables:
+            os.environ.pop(self._own_variables.pop(), None)
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        return is_connection_error(error)
+
+    @property
+    def _form_timeout_s(self) -> float:
+        return min(self.form_timeout_s, self.timeout_s)
+
+    def _choose_interface(self, rendezvous: Rendezvous) -> None:
+        """Choose loopback for gloo on a single node, and blocking waits for NCCL, unless the user chose."""
+        if rendezvous.on_one_node and os.path.exists("/sys/class/net/lo"):
+            self._set_variable("GLOO_SOCKET_IFNAME", "lo")
+        if self.transport == "nccl":
+            self._set_variable("NCCL_BLOCKING_WAIT", "1")
+
+    def _set_variable(self, name: str, value: str) -> None:
+        if name not in os.environ:
+            os.environ[name] = value
+            self._own_variables.append(name)
+
+
+_joined: TorchConnection | None = None  # the connection of this process's default group
+
+
+def exchanges_at_once() -> Group | None:
+    """Return the group through which sums are faster than with gloo if the caller waits for them; None without one."""
+    return None if _joined is None else _joined._group
+
+
+def new_group_beside() -> Any:
+    """Return another group of all ranks, over gloo, in addition to the default group. All ranks have to call this."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo") if _joined is None else _joined.new_group_beside()
+
+
+def summation_beside() -> Callable[[Any], Any]:
+    """Return a function that starts a sum over all ranks in such a group, and returns its work. All have to call it."""
+    import torch.distributed as dist
+
+    if _joined is None:
+        group = dist.new_group(backend="gloo")
+        return lambda numbers: dist.all_reduce(numbers, group=group, async_op=True)
+    group, options = _joined.new_group_beside(_FORM_BESIDE_S), dist.AllreduceOptions()
+    options.timeout = datetime.timedelta(seconds=_joined.timeout_s)
+    return lambda numbers: group.allreduce([numbers], options)
+
+
+def board_of_group() -> Board:
+    """Return the board of the group that this process joined. Only ranks of the group can write on it."""
+    assert _joined is not None, "no group was joined"
+    assert _joined._board is not None, "a rank that is alone has no other rank to write to"
+    return _joined._board
+
+
+def is_group_broken() -> bool:
+    """Return True if the default group, formed by `TorchConnection`, is known to have lost a connection."""
+    return _joined is not None and _joined.is_broken
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return True if an exception of a collective means that the group is broken."""
+    import torch.distributed as dist
+
+    for link in with_causes(error):  # user code may have wrapped PyTorch's error
+        text = str(link).lower()
+        if isinstance(link, dist.DistBackendError) and "invalid usage" in text:  # for example two ranks on one GPU
+            return False
+        if isinstance(link, dist.DistError | ConnectFailed | MeshBroken):
+            return True
+        if not (isinstance(link, RuntimeError) and any(phrase in text for phrase in _BROKEN)):
+            return False
+        if is_of(link, "torch", passing_on="torch._utils"):
+            return True
+    return False
+
+
+def _c10d(name: str) -> Any:
+    """Return a class of PyTorch that its type stubs lack."""
+    from torch import distributed
+
+    return vars(distributed)[name]
+
+
+def _abort_process_group() -> None:
+    """Stop the kernels of a broken NCCL group, which would occupy the device forever."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    if dist.is_initialized() and hasattr(group, "abort"):
+        group.abort()  # type: ignore[union-attr]
+
+
+def end_process_group() -> None:
+    """Leave the default group. If it could not be formed, make PyTorch forget the attempt.
+
+    PyTorch numbers its groups, and ranks find each other by the number. Otherwise a rank whose attempt failed would
+    count one more than a rank that failed before it began, and they would wait for each other in the next group.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():  # form and leave a group of one, which resets the number
+        dist.init_process_group("gloo", store=_c10d("HashStore")(), rank=0, world_size=1)
+    # PyTorch holds the GIL while it waits for the group's threads. A thread that is not quite done with the last
+    # collective may need the GIL to release a tensor, so give it some time.
+    time.sleep(_SETTLE_S)
+    try:
+        dist.destroy_process_group()
+    except RuntimeError as error:  # it may raise if the group is broken
+        logger.debug("leaving a broken group: %s", error)
+
+
+# ---------------------------------------------------------------------------------------------------------------- GPUs
+
+# The ID of a GPU is a number or a name such as `GPU-8932f937`. CUDA counts the GPUs that a process may see in the order
+# of `CUDA_VISIBLE_DEVICES`, or all GPUs of the machine if that is not set. ADR 55 explains why a worker sees all GPUs
+# of the workers on its node.
+
+
+def ordinal_of(gpu_id: str, visible: str | None) -> int:
+    """Return the ordinal of a GPU in a process that sees these GPUs. None or an empty list means all of the machine.
+
+    Raises:
+        RuntimeError: The process cannot see that GPU.
+
+    Examples:
+        >>> ordinal_of("3", visible="1,3"), ordinal_of("3", visible=None)
+        (1, 3)
+    """
+    listed = _ids(visible)
+    if not listed and gpu_id.isdigit():
+        return int(gpu_id)
+    if gpu_id not in listed:
+        raise RuntimeError(
+            f"GPU {gpu_id} is reserved for the worker in this process, which cannot see it: "
+            f"`CUDA_VISIBLE_DEVICES={visible or ''}`. Start the process with that GPU visible, or with none hidden."
+        )
+    return listed.index(gpu_id)
+
+
+def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
+    """Return the list with which a worker sees the GPUs of all workers on its node, and the ordinal of its first GPU.
+
+    Args:
+        own: The worker's list.
+        of_node: The lists of all workers on the node, in the order of local ranks.
+
+    Examples:
+        >>> visible_to_all("2", ["0", "2"])
+        ('0,2', 1)
+    """
+    if not own or not all(of_node):
+        return own, 0  # a process sees all GPUs or none, so there is nothing to join
+    union = list(dict.fromkeys(identity for listed in of_node for identity in _ids(listed)))
+    return ",".join(union), union.index(_ids(own)[0])
+
+
+def _ids(listed: str | None) -> list[str]:
+    return [identity.strip() for identity in (listed or "").split(",") if identity.strip()]

@@ -1,0 +1,566 @@
+"""The lifecycle of a trainer's group: how it starts, where more workers find room, and how it ends.
+
+`recovery` handles the failure of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from raysgd.core.engine.group import GroupHooks, WorkerGroup
+from raysgd.core.engine.keeper import keeper
+from raysgd.core.engine.placement import session
+from raysgd.core.engine.policies import (
+    Resizing,
+    RetryBudget,
+    ScalingPolicy,
+    Wait,
+    capacity,
+    classify,
+    resizing,
+    words,
+)
+from raysgd.core.engine.shared import replica
+from raysgd.core.engine.shared.group_events import EventKind, GroupHistory
+from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.types import ClusterView, GroupReport
+from raysgd.core.engine.snapshots import Snapshots
+from raysgd.core.engine.startup import Replacements
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError, WorkersLostError, worker_error
+
+logger = logging.getLogger(__name__)
+
+START_ATTEMPTS = 4
+RELEASE_S = 60.0  # to wait until Ray has released a reservation
+_REPLACEMENTS = START_ATTEMPTS - 1  # for each worker that dies while a group starts: as many as there are retries
+SETTLE_S = 1.0  # Ray's view of free resources lags behind by some hundred milliseconds
+_RETURN_S = 10.0  # on a busy machine it takes seconds until a removed placement group has freed its resources
+_IN_THE_WAY_S = 5.0  # for room that this program itself holds, because it will hardly release it while it waits
+_GROWTH_RESERVATION_S = 1.0  # free resources are granted at once, unless another program took them
+_SUSPICION_S = 60.0
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The clock, sleep and locks of the engine. Tests bring their own.
+
+    Attributes:
+        monotonic: Returns seconds on a clock that only moves forward.
+        sleep: Waits.
+        make_lock: Makes a reentrant lock for the threads of the driver.
+        make_condition: Makes a condition variable for them.
+    """
+
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    make_lock: Callable[[], Any] = threading.RLock
+    make_condition: Callable[[], threading.Condition] = threading.Condition
+
+
+@dataclass(frozen=True)
+class ElasticRules:
+    """The rules by which a group responds to changes of the cluster.
+
+    Attributes:
+        wait: Do survivors of a failure wait for new workers? See `resizing`.
+        resize_interval_s: How often a running call looks for room to grow; None for never.
+        leaving_nodes: Returns the nodes that will go away soon.
+        keeps_global_batch: Returns True if a step does not depend on the number of workers, so that survivors can
+            continue calls alone.
+    """
+
+    wait: Wait = True
+    resize_interval_s: float | None = None
+    leaving_nodes: Callable[[], frozenset[str]] = frozenset
+    keeps_global_batch: Callable[[], bool] = lambda: False
+
+
+class Lifecycle(ABC):
+    """Holds the group of a trainer. Only this class starts and stops groups. It starts none after it was stopped.
+
+    `ElasticController` runs calls on the group.
+
+    Args:
+        spec: The settings from which a group is started.
+        scaling: Decides the number of workers.
+        make_group: Makes a group that is not started yet.
+        view: Reads the state of the cluster.
+        clock: Time. By default, a wait ends when the trainer is stopped.
+        rules: How the group responds to changes of the cluster.
+        hooks: What the front end does when a group starts and ends.
+
+    Attributes:
+        group: The group; None before the first start, and after it was killed.
+        snapshots: The snapshots.
+        history: The events of the group.
+        facts: What the replicas returned from `setup`, by rank.
+        stopped: Set once the trainer is stopped. No group is started after that.
+        interrupted: ID of the thread whose call has to end; None if there is none.
+        gives_state_up: True if the state that only workers have could not be fetched.
+        is_fetching: True while that state is being fetched.
+        newcomers: Workers that were to take over the state and may not have it.
+        is_ending: True if the program is about to end, so that lost workers are not replaced any more.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        scaling: ScalingPolicy,
+        make_group: Callable[[GroupSpec, int], WorkerGroup],
+        view: Callable[[], ClusterView],
+        clock: Clock | None,
+        rules: ElasticRules,
+        hooks: GroupHooks,
+    ) -> None:
+        self.spec, self.scaling, self.hooks = spec, scaling, hooks
+        self.make_group, self.view, self._rules = make_group, view, rules
+        self.stopped = threading.Event()
+        self.clock = clock or Clock(sleep=self.stopped.wait)
+        self.snapshots = Snapshots(spec, self.now)
+        self.history = GroupHistory()
+        self.group: WorkerGroup | None = None
+        self._starting: WorkerGroup | None = None
+        self._session: Any = None  # Ray session of the workers; None if all workers run in this process
+        self.facts: list[Any] = []
+        self._replacements = Replacements()
+        self._owes_spares = False
+        self._num_short = 0  # largest number of workers with which memory ran out
+        self._suspected: dict[str, float] = {}
+        self.interrupted: int | None = None
+        self.gives_state_up = self.is_fetching = self.is_ending = False
+        self.newcomers: set[Any] = set()
+
+    @property
+    def holds_only_state(self) -> bool:
+        """True if only workers have the state, so that it has to be fetched before any of them is killed."""
+        if not self.snapshots.is_only_in_workers or self.gives_state_up:
+            return False
+        return self.group is not None and not self.group.is_driver_only and not self.has_session_ended
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers now; without a group, the number that the next one should have."""
+        return self.group.num_workers if self.group is not None else self.scaling.max_workers
+
+    @abstractmethod
+    def make_room(self) -> str:
+        """Let this program release room if too little is free. Return what still holds room, in words."""
+
+    @property
+    def running(self) -> WorkerGroup:
+        """The group. There has to be one."""
+        assert self.group is not None, "there is no group at this moment"
+        return self.group
+
+    def keep_facts(self, facts: list[Any]) -> None:
+        """Take the facts of new replicas. If the group outlives this process, save them with it."""
+        self.facts = facts
+        kept_by = keeper()
+        if kept_by and self.group is not None:  # every change of the group also changes the facts
+            kept_by.keep_group(self.group.to_keep(facts))
+
+    def now(self) -> float:
+        """Return seconds on the clock by which everything waits."""
+        return self.clock.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait. Raise `TrainerShutdownError` if the trainer was stopped in the meantime."""
+        self.clock.sleep(seconds)
+        self.check_active()
+
+    def record(
+        self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "", num_kept: int = 0
+    ) -> None:
+        """Record an event of the group and log it. After "lost" and "ended" there are no workers."""
+        now, num_workers = self.now(), self.num_workers
+        if kind in ("lost", "ended"):
+            num_workers, detail = 0, self.spec.words.after_end
+        elif kind != "started":
+            self.history.last_resize = now
+        self.history.record(kind, old_size, num_workers, now - began, cause, detail, num_kept)
+
+    # ------------------------------------------------------------------------------------------------ starts
+
+    def start_workers(self, budget: RetryBudget) -> None:
+        """Start the full number of workers, for the first time.
+
+        If a worker dies during the start, the start is tried again while the budget lasts. If groups can change, only
+        that worker is replaced, in its slot. An exception in the user's set-up is raised at once.
+
+        Raises:
+            WorkersLostError: Workers died too often.
+            WorkerError: The user's set-up failed.
+            ReservationTimeoutError: The resources were not granted in time.
+        """
+        began = self.now()
+        self.allow_replacements()
+        in_the_way, timeout_s = self.make_room(), self.spec.reservation_timeout_s
+        if in_the_way and timeout_s == GroupSpec.reservation_timeout_s:  # otherwise the user chose the timeout
+            timeout_s = _IN_THE_WAY_S
+        try:
+            while not self.try_start(self.scaling.max_workers, self.spec.num_spares, timeout_s):
+                pay_for_start(budget)
+        except ReservationTimeoutError as error:
+            if not in_the_way:
+                raise
+            raise ReservationTimeoutError(
+                f"This program holds the room itself: call `shutdown()` of {in_the_way} first.\n{error}"
+            ) from None
+        self.end_replacements()
+        self.record("started", 0, began, "a new trainer")
+
+    def take_over(self) -> bool:
+        """Continue with workers that have outlived another process. Return False if there are none."""
+        kept_by = keeper()
+        kept = kept_by.find() if kept_by else None
+        if kept_by is None or kept is None:
+            return False
+        group = self.make_group(self.spec, len(kept.workers))
+        group.take_over(kept)
+        self._session = session()
+        self.group = group
+        self.keep_facts(list(kept.facts))
+        self.snapshots.completed(None)  # no snapshot has their state yet
+        numbers = [number for number in group.ask_beside("last_call").values() if number is not None]
+        kept_by.found = max(numbers, key=lambda number: (number.call, number.attempt), default=None)
+        logger.info("found %s workers again", len(kept.workers))
+        return True
+
+    def try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
+        """Start a group from the workers that survive the start, if they are enough. Return False if they are not.
+
+        Raises:
+            WorkerError: The user's set-up failed.
+            ReservationTimeoutError: The resources were not granted in time.
+        """
+        group = self.make_group(self.spec, num_workers)
+        group.num_spares = num_spares
+        report = self._start_group(group, timeout_s)
+        if not report.ok:
+            diagnosis = classify(report)
+            if diagnosis.kind == "user":
+                raise worker_error(diagnosis.faults)
+            logger.warning("could not start %s workers: %s", num_workers, words(diagnosis))
+            return False
+        if len(group) < num_workers:
+            logger.warning("started %s of %s workers; the others step in later", len(group), num_workers)
+        self.group, self.gives_state_up = group, False
+        self.newcomers.clear()
+        self.take_answers(report)
+        copies = [answer.capture for answer in report.values if answer.capture is not None]
+        if copies and not self.snapshots.has_any:
+            self.snapshots.take_from(group, copies, is_first=True)
+        if num_spares and not self.spec.runs_on:  # otherwise the front end starts them when it knows what will run
+            group.standby.start_more(num_spares, num_workers)
+        return True
+
+    def take_answers(self, report: GroupReport) -> None:
+        """Take the facts of new replicas, and request room for the workers that the group lacks."""
+        self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
+        self.keep_facts([answer.value for answer in report.values])
+
+    def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
+        """Start a group and let the front end see it. If that fails, clean up everything."""
+        self._starting = group
+        group.standby.replacements = self._replacements
+        # The number of workers that have to survive the start; None for all, if a group cannot change.
+        num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
+        try:
+            with OnFailure(group.kill):
+                self.check_active()  # a later `stop` finds the group in `_starting`
+                report = group.start(timeout_s, num_needed)
+                if self.scaling.max_workers > self.spec.use_local:
+                    self._session = session()
+                report = self.without_lost(report, group, captures=self.spec.captures_after_calls)
+                if not report.ok:
+                    group.kill()
+                    return report
+                with OnFailure(partial(self._end_group, group)):
+                    failed = self.hooks.on_start(group)
+                if failed is not None:
+                    self._end_group(group)
+                return failed or report
+        finally:
+            self._starting = None
+
+    def without_lost(
+        self,
+        report: GroupReport,
+        group: WorkerGroup,
+        on_wait: Callable[[], None] | None = None,
+        *,
+        captures: bool = False,
+    ) -> GroupReport:
+        """After workers were lost while replicas were built or restored, build new replicas in the others.
+
+        If too few survive, wait for standby workers as long as any are getting ready.
+
+        Args:
+            report: The report of the call in which workers were lost.
+            group: The group. Unusable afterwards if this fails.
+            on_wait: As for `WorkerGroup.renew`.
+            captures: As for `WorkerGroup.renew`.
+
+        Returns:
+            The answers of `setup`, or the last report if too few workers are left or something else failed.
+        """
+        while self.spec.keeps_processes and not report.ok and not group.is_ended and classify(report).kind != "user":
+            logger.warning("%s; continuing with the others", words(classify(report)))
+            survivors = group.settle(report)
+            lost = [rank for rank in range(len(group)) if rank not in survivors]
+            if not lost:
+                break
+            group.remove_workers(lost)
+            group.standby.replace(len(lost), len(group))
+            joining = group.standby.take_needed(self.scaling.min_workers - len(survivors), len(lost), on_wait)
+            if joining is None:
+                break
+            report = group.renew(survivors, joining, on_wait, captures=captures)
+        return report
+
+    def allow_replacements(self) -> None:
+        """Allow a limited number of replacements for all attempts of one start together."""
+        num_allowed = _REPLACEMENTS * self.scaling.max_workers
+        self._replacements.num_left = num_allowed if self.spec.keeps_processes else 0
+
+    def end_replacements(self) -> None:
+        """Allow no more replacements, because the start is over."""
+        self._replacements.num_left = 0
+
+    # ------------------------------------------------------------------------------------- room in the cluster
+
+    def has_room(self) -> bool:
+        """Return True if there is room for all workers, or never can be: no one has to release room then."""
+        needs_none = self.spec.use_local and self.scaling.max_workers == 1
+        if needs_none or self.spec.within not in ("default", None):  # a given placement group has its own room
+            return True
+        view, need = self.settled_view(), self.spec.resources
+        wanted = self.scaling.max_workers + self.spec.num_spares
+        return capacity(view, need) >= wanted or capacity(view, need, free_only=False) < wanted
+
+    def settled_view(self) -> ClusterView:
+        """Return the cluster, after its view of free resources has caught up with what we just released."""
+        need, began = self.spec.resources, self.now()
+        while True:
+            view = self.view()
+            wanted = min(self.scaling.max_workers, capacity(view, need, free_only=False))
+            settling = {node.node_id for node in view.nodes if node.is_settling}
+            # Do not wait for room on a node that is probably lost.
+            patience_s = _RETURN_S if settling and settling - self.nodes_to_avoid else SETTLE_S
+            if capacity(view, need) >= wanted or self.now() >= began + patience_s:
+                return view
+            self.sleep(0.05)
+
+    @property
+    def resizing(self) -> Resizing:
+        """When the number of workers changes, as of now."""
+        keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
+        rules, most = self._rules, self.scaling.max_workers
+        return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)
+
+    def note_short_of_memory(self) -> None:
+        """Note that memory has run out with the present number of workers."""
+        self._num_short = len(self.running)
+
+    def find_room(self) -> int:
+        """Return how many more workers a new group could have, if it also used the room of this one."""
+        group, need = self.running, self.spec.resources
+        if len(group) >= self.scaling.max_workers:
+            return 0
+        group.slots.take_granted()
+        avoid = self.nodes_to_avoid
+        view = self.view().without(avoid)
+        if not self.scaling.grow(view, need, len(group), len(group.slots)):  # without room, spare Ray the next query
+            return 0
+        return self.scaling.grow(view, need, len(group), group.slots.num_usable(avoid))
+
+    def start_standby(self) -> None:
+        """Start the workers that the group lacks, if there is room. Does not wait for them."""
+        group, most = self.running, self.scaling.max_workers
+        group.slots.take_granted()
+        missing = most - len(group) - group.standby.num_all
+        if missing > 0:
+            self._start_more(missing, most, missing)
+
+    def _start_more(self, count: int, world_size: int, most: int) -> None:
+        """Start `count` workers. Reserve new room for at most `most` of them."""
+        group = self.running
+        most = min(most, count - group.standby.start_more(count, world_size, self.nodes_to_avoid))
+        num_free = min(most, capacity(self.view(), self.spec.resources)) if most > 0 else 0
+        if num_free:
+            try:
+                group.slots.reserve(num_free, _GROWTH_RESERVATION_S)
+                group.standby.start_more(num_free, world_size, self.nodes_to_avoid)
+            except ReservationTimeoutError:
+                logger.info("another program took the resources for %s more workers", num_free)
+        group.slots.ask_up_to(self.scaling.max_workers, len(group))
+        self.keep_facts(self.facts)  # saves the slots for a process that follows this one
+
+    def let_step_in(self) -> None:
+        """Hold replicas that keep running between calls, wherever they are, as soon as workers can join them."""
+        group = self.group
+        if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
+            return
+        if group.standby.num_ready and self.admits_others():
+            group.ask_beside("beside", replica.hold)
+
+    def admits_others(self) -> bool:
+        """Return True if all replicas would let others join where they are. Asks them while they run."""
+        reports = self.group.ask_beside("beside", replica.replica_progress) if self.group is not None else {}
+        return len(reports) == self.num_workers and all(each.admits and not each.obstacle for each in reports.values())
+
+    def start_spares(self) -> None:
+        """Start as many spares as were used up or lost. Does not wait for them."""
+        self._owes_spares = False
+        group = self.group
+        if group is None:
+            return
+        missing = self.spec.num_spares - group.standby.num_all
+        if missing > 0:  # the last restart may have had too little room for all
+            num_wanted = self.scaling.max_workers + self.spec.num_spares
+            self._start_more(missing, len(group), num_wanted - len(group.slots))
+
+    def owe_spares(self) -> None:
+        """Start missing spares later, because a starting process slows down the others on its node."""
+        self._owes_spares = True
+
+    def start_owed_spares(self) -> None:
+        """Start missing spares if `owe_spares` was called."""
+        if self._owes_spares:
+            self.start_spares()
+
+    @property
+    def nodes_to_avoid(self) -> frozenset[str]:
+        """Nodes on which no new worker should be placed."""
+        now = self.now()
+        return frozenset(node for node, until in self._suspected.items() if until > now) | self._rules.leaving_nodes()
+
+    def leaving_nodes_in_use(self) -> frozenset[str]:
+        """Return the nodes with our workers that will go away soon; empty if no worker would be left."""
+        if self.group is None or self.group.is_driver_only:
+            return frozenset()
+        used = {info.node_id for info in self.group.infos}
+        bound = {self.group.infos[0].node_id} if self.spec.use_local else set()  # the driver cannot leave
+        leaving = (self._rules.leaving_nodes() & used) - bound
+        return leaving if used - leaving else frozenset()
+
+    def suspect(self, survivors: Sequence[int]) -> None:
+        """Avoid for a while the nodes of ranks that are silent without a report of their death. The nodes may be dead.
+
+        Ray reports the death of a process at once, that of a node half a minute later.
+        """
+        group = self.running
+        silent = {group.infos[rank].node_id for rank in group.silent}
+        until = self.now() + _SUSPICION_S
+        self._suspected |= dict.fromkeys(silent - {group.infos[rank].node_id for rank in survivors}, until)
+
+    # --------------------------------------------------------------------------------------------------- ends
+
+    @property
+    def has_session_ended(self) -> bool:
+        """True if the workers ended with their Ray session. A new session does not belong to this trainer."""
+        return self._session is not None and self._session != session()
+
+    def check_active(self, during: Exception | None = None) -> None:
+        """Raise `TrainerShutdownError` if the trainer was stopped or the Ray session has ended.
+
+        Raises `KeyboardInterrupt` after `interrupt`.
+
+        Args:
+            during: The exception of the running call, perhaps a consequence.
+        """
+        if self.interrupted == threading.get_ident():
+            raise KeyboardInterrupt
+        if self.stopped.is_set():
+            if during is None:
+                message = f"This trainer was shut down. {self.spec.words.when_shut_down}"
+                raise TrainerShutdownError(message.rstrip())
+            message = (
+                "The trainer was shut down while this call was running, so the call did not finish. "
+                f"{self.spec.words.when_interrupted}"
+            )
+            cause = during if not isinstance(during, TrainerShutdownError) else None
+            raise TrainerShutdownError(message.rstrip()) from cause
+        if self.has_session_ended:
+            raise TrainerShutdownError(
+                "The Ray session of this trainer has ended, for instance by `ray.shutdown()`, and its workers ended "
+                "with it. Create a new trainer; what was saved can be loaded into it."
+            )
+
+    def kill_workers(self) -> None:
+        """Make the running call return, wherever it is. Called from another thread, after `stopped` is set."""
+        for group in (self._starting, self.group):
+            if group is not None:
+                try:
+                    if not self.has_session_ended:
+                        self.hooks.on_end(group)
+                finally:
+                    group.kill_workers()
+
+    def interrupt_thread(self, thread: int) -> None:
+        """End the call of a thread like Ctrl-C in that thread. Called from another thread. Later calls are possible."""
+        self.interrupted = thread
+        if self.spec.use_local or self.is_fetching or not self.holds_only_state:  # otherwise that thread fetches it
+            self.kill_workers()
+
+    def end_interrupt(self) -> None:
+        """Clean up after an interrupted call, so that no later call uses the killed workers."""
+        self.interrupted = None
+        if not self.holds_only_state:
+            self.kill_group()
+
+    def kill_group(self) -> None:
+        """Kill the processes. The next call starts new ones from the last snapshot."""
+        assert not self.holds_only_state, "a state that only workers have is fetched before they are ended"
+        if self.group is not None:
+            group, self.group = self.group, None
+            self._end_group(group)
+
+    def end_call(self, cause: str, kind: EventKind = "ended") -> None:
+        """Kill the group of a call that cannot continue, and record why."""
+        began, group = self.now(), self.group
+        self.kill_group()
+        if group is not None:
+            self.record(kind, len(group), began, cause)
+
+    def stop_group(self, *, force: bool) -> None:
+        """Stop the group for good and drop all snapshots. With `force`, kill the workers without closing them."""
+        group, self.group = self.group, None
+        self.snapshots.clear()
+        if group is not None:
+            self._end_group(group, force=force)
+
+    def _end_group(self, group: WorkerGroup, *, force: bool = True) -> None:
+        """Stop a group, or kill it with `force`. The front end's hooks run first."""
+        if self.has_session_ended:
+            group.kill()  # only the part in this process is left
+            return
+        end = group.kill if force else group.stop
+        try:
+            self.hooks.on_end(group)
+            if not force:
+                self.hooks.on_stop(group)
+        finally:
+            end(RELEASE_S)
+
+
+def pay_for_start(budget: RetryBudget) -> None:
+    """Use a retry for the death of a worker during a start.
+
+    Raises:
+        WorkersLostError: No retry is left.
+    """
+    if budget.is_spent:
+        budget.refuse()
+        raise WorkersLostError(
+            f"Worker start-up failed: a worker process died, and the {budget.num_restarts} allowed retries "
+            "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
+        )
+    budget.pay_for_restart()

@@ -1,0 +1,344 @@
+"""Watches a call while it runs: heartbeats, mid-call snapshots, and stops for changes of the group.
+
+The driver calls `poll` some ten times a second while it waits for the call. `poll` asks the second thread of each
+worker, once per round. A call that is shorter than a round is not slowed down.
+
+ADR 11 explains why all ranks agree on a step before they stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.lifecycle import Lifecycle
+from raysgd.core.engine.liveness import LivenessCheck
+from raysgd.core.engine.shared import replica
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.types import Heartbeat
+from raysgd.core.text.log_lines import Once, named
+
+logger = logging.getLogger(__name__)
+
+_FASTEST_ROUND_S = 0.25  # if there are mid-call snapshots, which may come that fast, or workers are about to step in
+_FIRST_ROUND_S = 0.2  # the first round of a call is early, because most calls are short
+_POLL_S = 0.2
+_MOST_STACKS = 8
+_REPORT_S = 1.0  # to wait for answers; the report names the ranks that gave none
+_NODES_S = 2.0
+_HOLD_AHEAD_S = 0.05
+_MIN_MARGIN = 2
+
+ROOM = "there is room for more workers"
+LEAVING = "a node is going away"
+LEFT = "the call is left"
+
+
+class Monitor:
+    """Watches one call after the other, and changes of the group between them.
+
+    Args:
+        lifecycle: Holds the group.
+        is_of_restore: True if it watches restores only. It then takes no snapshots: one taken during a restore would
+            seem to cover all calls that are being repeated.
+
+    Attributes:
+        is_on: True while something is watched. Callers set it to False when nothing runs any more.
+        heartbeats: The last heartbeat of each rank in the current call or change.
+        reason: Why the ranks were asked to stop.
+        is_leaving: True if they were asked to stop so that the call can be left.
+        observer: Called about once a second during a call, and after a call failed for good; None to call nothing.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, *, is_of_restore: bool = False) -> None:
+        self._lifecycle, self._snapshots = lifecycle, lifecycle.snapshots
+        self._is_of_restore = is_of_restore
+        self._num_holds = 0  # number of the last stop that was proposed inside a call
+        self._once = Once()
+        self.observer: Callable[[], None] | None = None
+        self.watch()
+        self.is_on = is_of_restore
+
+    def watch(self, call: Call | None = None) -> None:
+        """Start watching a call, or the group while it changes or waits."""
+        now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
+        self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
+        self._parted = None if call is None else call.parted
+        self._leaves, self.is_leaving = (call.leaves if call is not None and can_hold else None), False
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self._first: dict[int, Heartbeat] = {}
+        self._steps_per_s = 0.0
+        self._snapshot = 0  # number of the newest mid-call snapshot that was taken
+        self._infos: object = None
+        self._expect_no_answers()
+        # Few workers are asked soon. Many are busy when they start, or continue after a failure.
+        first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
+        is_soon = of_call and first_s <= _FIRST_ROUND_S
+        self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
+        self._next_nodes, self._next_growth = now + _NODES_S, now
+        self._margin, self._is_holding = _MIN_MARGIN, False
+        self.reason = "the trainer's process, which has died, had stopped it for that" if can_hold else ROOM
+        self._before: dict[int, Heartbeat] = {}
+        if of_call:
+            self._lifecycle.let_step_in()
+
+    def go_on(self) -> None:
+        """Keep watching after the call: a failure, or a change for which the ranks have stopped."""
+        if self.is_on:
+            before = self.heartbeats
+            self.watch()
+            self._before = before
+
+    def poll(self) -> None:
+        """Do what is due. Call it regularly while the driver waits."""
+        if not self.is_on:
+            return
+        self._listen()
+        if self._leaves is not None and self._leaves():
+            self.hold_to_leave()
+            self._liveness.rest()
+            return  # what else is asked is of no use, and Ray may be ending, too: a question to it may take a minute
+        now = self._lifecycle.now()
+        if now >= self._next_round:
+            self._next_round = now + self._next_round_s()
+            self._ask()
+            if self._can_hold:
+                self._hold_where_due()
+            if self._is_of_call:
+                self._lifecycle.start_owed_spares()
+                self._lifecycle.let_step_in()
+            if not self._is_of_restore:
+                self._snapshots.poll()  # Ray brings a snapshot to this node only after someone asks for it
+                self.observe()
+        self._liveness.rest()
+
+    def observe(self) -> None:
+        """Call the observer, if there is one and the trainer was not stopped."""
+        if self.observer is not None and not self._lifecycle.stopped.is_set():
+            self.observer()
+
+    def await_snapshot(self) -> None:
+        """Wait until the snapshot that is on its way has arrived or is lost."""
+        if not self.is_on:
+            self.watch()
+        self._snapshots.poll()
+        while self._snapshots.is_coming:
+            self._snapshots.poll(timeout_s=_POLL_S)
+            self.poll()
+
+    # -------------------------------------------------------------------------------------------- heartbeats
+
+    def _expect_no_answers(self) -> None:
+        lifecycle = self._lifecycle
+        self._liveness: LivenessCheck[int] = LivenessCheck(
+            lifecycle.spec.heartbeat_s, lambda rank, call: lifecycle.running.poll(rank, call), lifecycle.now
+        )
+
+    @property
+    def _num_asked(self) -> int:
+        return len(self._lifecycle.group) if self._lifecycle.group is not None else 0
+
+    def _next_round_s(self) -> float:
+        group = self._lifecycle.group
+        is_awaited = self._can_hold and group is not None and group.standby.num_coming > 0
+        is_fast = is_awaited or self._lifecycle.spec.snapshots_inside
+        return self._liveness.round_s(self._num_asked, *((_FASTEST_ROUND_S,) if is_fast else ()))
+
+    def _ask(self) -> None:
+        group = self._lifecycle.group
+        if group is None:
+            return
+        self._liveness.ask(
+            sorted(set(group.remote_ranks) - group.gone),
+            lambda rank: group.submit_beside(rank, replica.heartbeat),
+        )
+        in_driver = None if group.local_replica is None else replica.heartbeat(group.local_replica)
+        if in_driver is not None:
+            self._note(0, in_driver)
+        group.standby.look_after()
+
+    def _listen(self) -> None:
+        infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
+        if infos is not self._infos:  # do not wait for answers of workers that were replaced
+            self._infos = infos
+            self._expect_no_answers()
+        answers, silent = self._liveness.poll()
+        for rank, found in answers:
+            if found.ok and found.value is not None:
+                self._note(rank, found.value)
+        if silent:
+            self._kill_hung(dict(silent))
+        if answers and not self._is_of_restore:
+            self._look_for_snapshot()
+            self._free_parted()
+
+    def _free_parted(self) -> None:
+        """Free ranks that wait for others that did something different. The call then fails, and says what they did."""
+        group = self._lifecycle.group
+        if group is not None and self._parted is not None and self._parted(self.heartbeats):
+            self._parted = None
+            group.interrupt()
+
+    def _note(self, rank: int, heartbeat: Heartbeat) -> None:
+        self._lifecycle.spec.relay.tell({str(rank): heartbeat.notes})
+        before = self.heartbeats.get(rank)
+        if before is not None and heartbeat.step > before.step >= 0 and heartbeat.at > before.at:
+            self._steps_per_s = (heartbeat.step - before.step) / (heartbeat.at - before.at)
+        self.heartbeats[rank] = heartbeat
+        if heartbeat.is_training:
+            self._first.setdefault(rank, heartbeat)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput of the training call since the first heartbeats; None if samples are not counted."""
+        group = self._lifecycle.group
+        spans = [(first, self.heartbeats[rank]) for rank, first in self._first.items()]
+        if group is None or len(spans) < len(group) or not all(last.at > first.at for first, last in spans):
+            return None
+        return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
+
+    def _kill_hung(self, silent: Mapping[int, float]) -> None:
+        """Kill ranks that do not respond. Their call then fails in the usual way."""
+        group = self._lifecycle.running
+        silent_s = max(silent.values())
+        cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
+        logger.warning("%s\n%s", cause, self._report())
+        if group.is_ended:  # by Ctrl-C, pressed again during the wait for the report
+            return
+        self._lifecycle.history.record("hung", len(group), len(group), silent_s, cause)
+        for rank in silent:
+            group.kill_rank(rank)
+
+    def tell_stuck(self) -> None:
+        """Log what every rank is doing, so that the user can see which rank holds up the others."""
+        if self.is_on:
+            logger.warning("workers are not stopping:\n%s", self._report())
+
+    def _report(self) -> str:
+        """Return the last step and the current stack of each rank that answers. Equal ones are shown once."""
+        group = self._lifecycle.group
+        if group is None:
+            return "there is no group"
+        asked = {rank: each for rank, each in ask_heartbeats(group, _REPORT_S).items() if each.step >= 0}
+        heartbeats = {**self.heartbeats, **self._before, **asked}
+        stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=_REPORT_S)
+        alike: dict[str, list[int]] = {}
+        for rank in range(len(group)):
+            alike.setdefault(f"{_place(heartbeats.get(rank))}\n{stacks.get(rank, '  no answer')}", []).append(rank)
+        return shown_together(alike)
+
+    def _look_for_snapshot(self) -> None:
+        """Take a mid-call snapshot once all ranks have one, unless another is on its way."""
+        group = self._lifecycle.group
+        if group is None or len(self.heartbeats) < len(group):
+            return
+        newest = min(heartbeat.snapshot for heartbeat in self.heartbeats.values())
+        if newest <= self._snapshot:
+            return
+        parts = group.ask_beside("beside", replica.part_of_snapshot, newest)
+        if None in parts.values() and self._once.is_first("snapshots too fast"):
+            logger.warning(
+                "snapshots inside the call come too fast to collect each, so a restart may go back further. Use "
+                "a larger `snapshot_every_n_steps`: so many steps should take a second or more"
+            )
+        captures = [parts[rank] for rank in range(len(group)) if parts.get(rank) is not None]
+        if len(captures) < len(group):
+            return
+        self._snapshots.poll()
+        if not self._snapshots.is_coming:
+            self._snapshots.take_from(group, captures)
+            self._snapshot = newest
+
+    # ------------------------------------------------------------------------------------ stops inside a call
+
+    def _hold_where_due(self) -> None:
+        """Stop the running call at a step boundary if workers have to leave or can step in."""
+        lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
+        if group is None or self._is_holding:
+            return
+        if now >= self._next_nodes:
+            self._next_nodes = now + _NODES_S
+            if lifecycle.leaving_nodes_in_use():
+                self._agree(group, LEAVING)
+                return
+        check_s = lifecycle.resizing.check_s
+        if check_s is None or len(group) >= lifecycle.scaling.max_workers:
+            return
+        is_due = now >= self._next_growth
+        if is_due:
+            self._next_growth = now + check_s
+        if not lifecycle.spec.regroups:  # the group can grow only by a restart
+            if is_due and lifecycle.find_room():
+                self._agree(group, ROOM)
+            return
+        if is_due:
+            lifecycle.start_standby()
+        are_enough = len(group) + group.standby.num_ready >= lifecycle.scaling.max_workers
+        if are_enough or not group.standby.num_coming:
+            group.standby.kill_unresponsive()
+            if group.standby.num_ready:
+                self._agree(group, ROOM)
+
+    def hold_to_leave(self) -> None:
+        """Stop the running call at the next step boundary, where it is to be left."""
+        group = self._lifecycle.group
+        if self._leaves is None or group is None or self._is_holding or not self._leaves():
+            return
+        self._agree(group, LEFT)
+        self.is_leaving = self._is_holding
+        if not self.is_leaving and not self._has_stepped:  # no rank is past a step: they have not begun the first one
+            self._margin = _MIN_MARGIN
+
+    @property
+    def _has_stepped(self) -> bool:
+        return any(each.step > 0 for each in self.heartbeats.values())
+
+    def _agree(self, group: WorkerGroup, reason: str) -> None:
+        """Agree with all ranks on a step to stop at. If a rank is past it, the next round looks further ahead."""
+        self.reason = reason
+        margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
+        self._num_holds += 1
+        number = self._num_holds
+        first = group.ask_beside("beside", replica.propose_hold, number, margin, None, ranks=[0])
+        at = first.get(0)
+        answers = {0: at}
+        if at is not None:
+            others = range(1, len(group))
+            answers |= group.ask_beside("beside", replica.propose_hold, number, margin, at, ranks=others)
+        is_agreed = len(answers) == len(group) and all(answer == at for answer in answers.values()) and at is not None
+        group.ask_beside("beside", replica.settle_hold, number, is_agreed)
+        self._is_holding = is_agreed
+        self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
+
+    def settle_last_hold(self) -> None:
+        """Settle the proposal that a killed driver may have left open, because ranks wait for that without limit.
+
+        If one rank was told to stop, all have to.
+        """
+        group = self._lifecycle.running
+        told = filter(None, group.ask_beside("beside", replica.last_hold).values())
+        self._num_holds, is_agreed = max(told, default=(0, False))
+        if self._num_holds:
+            group.ask_beside("beside", replica.settle_hold, self._num_holds, is_agreed)
+
+
+def _place(heartbeat: Heartbeat | None) -> str:
+    if heartbeat is None:
+        return "no answer yet"
+    return f"epoch {heartbeat.epoch}, step {heartbeat.step}, {heartbeat.phase}"
+
+
+def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
+    """Return a few of the texts, by rank: those of the fewest ranks, because the others usually wait for these."""
+    few = sorted(alike.items(), key=lambda item: len(item[1]))[:_MOST_STACKS]
+    lines = [f"{named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]
+    num_others = sum(map(len, alike.values())) - sum(len(ranks) for _, ranks in few)
+    return "\n".join([*lines, f"{num_others} other ranks are elsewhere"] if num_others else lines)
+
+
+def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
+    """Return a heartbeat of each rank that answers in time."""
+    answers = group.ask_beside("beside", replica.sign_of_life, timeout_s=timeout_s)
+    return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}

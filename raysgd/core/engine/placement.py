@@ -1,0 +1,693 @@
+"""Placement: the resources of the cluster, reservations of them, and the slots of workers in these.
+
+Only this module asks Ray for free resources, and creates and removes the placement groups of live trainers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+from raysgd.core.engine.keeper import NAMESPACE, keeper
+from raysgd.core.engine.policies import capacity, cpus_that_fit
+from raysgd.core.engine.program_end import prepare_to_use_ray
+from raysgd.core.engine.shared.call import run_into
+from raysgd.core.engine.shared.group_spec import NO_WORDS, FrontEndWords
+from raysgd.core.engine.shared.types import ClusterView, NodeView, PlacementGroupHolder, Resources, WorkerInfo
+from raysgd.core.private_names import find_name
+from raysgd.exceptions import OnFailure, ReservationTimeoutError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.01
+_GUARD_POLL_S = 2.0
+_LOOK_S = 0.5
+_CLOSE_S = 5.0
+_SLICE_S = 1.0
+_CONNECT_S = 5.0
+_TELL_S = 5.0  # an idle cluster grants a reservation within a second
+_BUNDLE = "bundle_group_"
+_CANNOT_GROW = (
+    "No node will join: Ray was started for this program alone. To use a cluster, run the program on one of its "
+    "machines, or set RAY_ADDRESS."
+)
+_DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+)", re.DOTALL)
+
+
+def _ray() -> Any:
+    """Return Ray as `Any`, because its own annotations are incomplete."""
+    import ray
+
+    return ray
+
+
+def ensure_ray() -> None:
+    """Connect to the cluster of RAY_ADDRESS or of this machine; start a single-node cluster if there is none."""
+    ray = _ray()
+    prepare_to_use_ray()
+    if not ray.is_initialized():
+        logger.info("Ray is not initialized: using the cluster of RAY_ADDRESS or of this machine, or starting one")
+        init_ray(include_dashboard=False)
+        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # otherwise it found a cluster
+            _started.add(session())
+    _quiet_ray()
+
+
+def init_ray(**options: Any) -> None:
+    """Call `ray.init`, and use this user's token if the cluster requires one.
+
+    If `RAY_AUTH_MODE` is not set, Ray itself reads the file `~/.ray/auth_token` only when it starts a cluster.
+
+    Raises:
+        ConnectionError: Nothing answers at the address. Ray itself would try for minutes.
+    """
+    ray = _ray()
+    prepare_to_use_ray()
+    _check_address(options.get("address") or os.environ.get("RAY_ADDRESS", ""))
+    _use_token()
+    ray.init(**options)
+
+
+def _check_address(address: str) -> None:
+    error = _connection_error(address.removeprefix("ray://"), _CONNECT_S)
+    if error is not None:
+        raise ConnectionError(
+            f"No Ray cluster answers at `{address}`: {error}. The address is that of `ray.init` or of the environment "
+            'variable RAY_ADDRESS: correct it, or start a cluster there with `ray start --head`. `RAY_ADDRESS="local"` '
+            "starts Ray on this machine."
+        )
+
+
+def _connection_error(address: str, timeout_s: float) -> OSError | None:
+    """Return why nothing answers at a `host:port`; None if something does, or if the address is a word like "auto"."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _use_token() -> None:
+    setup = "ray._private.authentication.authentication_token_setup"
+    enable = find_name(f"{setup}:maybe_enable_token_auth_if_token_available")
+    with suppress(TypeError):  # older versions have no tokens, or other arguments
+        enable(warn_if_disabled=False)
+
+
+_started: set[Any] = set()
+"""The Ray sessions that `ensure_ray` started. They run on this machine only, and no node will join."""
+
+_noted: set[tuple[str, str]] = set()
+
+
+def note_processes(infos: Iterable[WorkerInfo]) -> None:
+    """Remember the processes of workers. If one is lost, raysgd reports it in one line, so Ray need not."""
+    _noted.update((info.node_id, str(info.pid)) for info in infos)
+
+
+def _quiet_ray() -> None:
+    """Keep Ray from printing 1,200 characters about each lost worker, whatever `log_to_driver` is.
+
+    The function that prints them is private. If it is missing, Ray prints them.
+    """
+    show = find_name("ray._private.worker:print_to_stdstream")
+    if show is None or hasattr(show, "__wrapped__"):
+        return
+
+    @wraps(show)
+    def show_others(data: Any, *args: Any, **options: Any) -> None:
+        died = _DIED.search("".join(data["lines"])) if data.get("pid") == "raylet" else None
+        if died is None or died.groups() not in _noted:
+            show(data, *args, **options)
+
+    worker: Any = sys.modules["ray._private.worker"]
+    worker.print_to_stdstream = show_others
+
+
+def session() -> Any:
+    """Return an object that identifies the Ray session of this process; None without a session. Starts none."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    if is_ray_client():
+        return ray.util.client.ray.get_context().client_worker
+    context = ray.get_runtime_context()
+    return context.worker.node.session_name, context.get_job_id()
+
+
+def _is_gone(address: str) -> bool:
+    """Return True if the head of the cluster at this address is gone. A busy head is not."""
+    return isinstance(_connection_error(address, _SLICE_S), ConnectionRefusedError)
+
+
+def is_ray_client() -> bool:
+    """Return True if this process uses a cluster through a Ray Client connection."""
+    return bool(_ray().util.client.ray.is_connected())
+
+
+def num_gpus() -> float:
+    """Return the number of GPUs of all nodes; 0 if there is no connection to Ray yet."""
+    ray: Any = sys.modules.get("ray")
+    return sum(node.total.get("GPU", 0) for node in cluster_view().nodes) if ray and ray.is_initialized() else 0
+
+
+def outer_group() -> Any:
+    """Return the placement group of this process if it also applies to what the process starts; otherwise None."""
+    ray = _ray()
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return ray.util.get_current_placement_group() if captures else None
+
+
+def living_nodes() -> frozenset[str]:
+    """Return the IDs of the nodes that Ray believes to be alive."""
+    return frozenset(node["NodeID"] for node in _ray().nodes() if node["Alive"])
+
+
+def cluster_view() -> ClusterView:
+    """Return the live nodes with their total and free resources, and the placement groups that hold or want some.
+
+    Inside an existing placement group, only that group counts, and each bundle counts as a node.
+    """
+    ray = _ray()
+    outer = outer_group()
+    if outer is not None:
+        bundles = enumerate(outer.bundle_specs)
+        return ClusterView(
+            tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles),
+            can_grow=False,
+        )
+    free, leaving, groups = _free_by_node(), draining_nodes(), _placement_groups()  # in this order: see `_is_settling`
+    nodes = []
+    for node in ray.nodes():
+        name = node["NodeID"]
+        if node["Alive"] and name not in leaving:
+            total, left = _plain(node["Resources"]), free.get(name, {})
+            nodes.append(NodeView(name, node["NodeManagerAddress"], total, _plain(left), _is_settling(left, groups)))
+    holders = [
+        PlacementGroupHolder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
+        for identity, entry in groups.items()
+    ]
+    return ClusterView(tuple(nodes), tuple(holders), can_grow=session() not in _started)
+
+
+def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
+    """Return True if a node still has bundles of a placement group that is not in `groups`, a list made later.
+
+    Ray calls a group removed as soon as it is told to remove it. The resources become free some time later, on a busy
+    machine after seconds. At the same moment, the bundles disappear from the node's list.
+    """
+    return any(name.startswith(_BUNDLE) and name.rpartition("_")[2] not in groups for name in free)
+
+
+def _free_by_node() -> Mapping[str, Mapping[str, float]]:
+    """Return the free resources of each node. Ray's public function has only the sum, which is enough for one node."""
+    by_node = find_name("ray._private.state:available_resources_per_node")
+    if by_node is not None:
+        return dict(by_node())
+    alive = living_nodes()
+    return {next(iter(alive)): _ray().available_resources()} if len(alive) == 1 else {}
+
+
+def _placement_groups() -> dict[str, Any]:
+    """Return Ray's entry of each placement group that was not removed, by ID."""
+    table = _ray().util.placement_group_table()
+    return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
+
+
+def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
+    """Return the real resources, without Ray's bookkeeping entries."""
+    hidden = ("node:", "object_store_memory")
+    return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
+
+
+def draining_nodes() -> frozenset[str]:
+    """Return the nodes that Ray expects to go away soon."""
+    return frozenset(drain_deadlines())
+
+
+def drain_deadlines() -> dict[str, int]:
+    """Return when each draining node goes away, in milliseconds of Unix time; 0 if unknown.
+
+    The query is private to Ray. If it is missing, the result is empty.
+    """
+    draining = find_name("ray._private.state:state.get_draining_nodes")
+    return {} if draining is None else dict(draining())
+
+
+def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
+    """Return a table for error messages: the resources that were requested, what the cluster has, and what holds it."""
+    where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
+    lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
+    hidden = {"memory"} - need.bundle().keys()  # Ray lists it, but few programs request it
+    for node in view.nodes:
+        free, total = ({name: of[name] for name in of if name not in hidden} for of in (node.available, node.total))
+        lines.append(f"  node {node.address}:  free {free} of {total}")
+    for holder in view.holders:
+        how = "held" if holder.state == "CREATED" else "waited for"
+        counts = Counter(str(dict(bundle)) for bundle in holder.bundles)
+        bundles = ", ".join(f"{count} x {bundle}" for bundle, count in counts.items())
+        lines.append(f"  {how} by placement group {holder.name} ({holder.state}):  {bundles}")
+    held = sum(bundle.get("CPU", 0.0) for h in view.holders if h.state == "CREATED" for bundle in h.bundles)
+    used = sum(n.total.get("CPU", 0.0) - n.available.get("CPU", 0.0) for n in view.nodes)
+    if used - held > 1e-6:
+        lines.append(f"  held by other tasks and actors:  {used - held:g} CPU")
+    if need.num_gpus and not any(node.total.get("GPU") for node in view.nodes):
+        lines.append("No node has a GPU. To train on CPUs pass `use_gpu=False`.")
+    return "\n".join(lines)
+
+
+def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
+    """Return why these nodes can never hold so many workers, and what to request instead; None if they can."""
+    most = capacity(view, need, free_only=False)
+    if most >= num_workers:
+        return None
+    limit = f"{most} worker{'s' if most > 1 else ''} at most"
+    found = f"The nodes have room for {limit}" if most else "No node is large enough for a worker"
+    num_cpus = cpus_that_fit(view, need, num_workers)
+    ways = [f"for {limit} (spares count too)"] if most else []
+    ways += [f"for less per worker: `{words.with_cpus.format(num_cpus)}`"] if num_cpus else []
+    remedy = f"\nAsk {', or '.join(ways)}." if ways else ""
+    return f"{found}, even when nothing else runs:\n{explain(need, num_workers, view)}{remedy}"
+
+
+def _state_of(group: Any) -> str:
+    """Return the state of a placement group, such as CREATED. `wait(0)` often gives up before Ray answers."""
+    return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
+
+
+class Reservation:
+    """Resources for all workers at once, all or none.
+
+    Inside an existing placement group (such as that of a Tune trial), that group is used, and `close` leaves it alone.
+
+    Args:
+        need: Resources of one worker.
+        num_workers: Number of workers.
+        has_driver: True if the first worker is this process. Its GPU is then one of this node.
+        packs: True to place workers on as few nodes as possible; False for as many as possible.
+        within: The placement group to use: "default" for that of this process if it captures child tasks, a placement
+            group, or None for none.
+        words: What to do if the cluster does not grant the resources, for the error.
+    """
+
+    def __init__(
+        self,
+        need: Resources,
+        num_workers: int,
+        has_driver: bool = False,
+        packs: bool = False,
+        within: Any = "default",
+        words: FrontEndWords = NO_WORDS,
+    ) -> None:
+        ray = _ray()
+        self._need, self._num_workers, self._words = need, num_workers, words
+        self._session = session()
+        self._holder: Any = None
+        self._outer = outer_group() if within == "default" else within
+        self._own: Any = None
+        self._guard: Any = None
+        bundle = need.bundle()
+        if self._outer is None and bundle and num_workers:
+            name = f"raysgd-{uuid.uuid4().hex[:8]}"  # unique, because there may be several trainers
+            bundles = [bundle] * num_workers
+            if has_driver and need.num_gpus:
+                bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
+            self._guard = guard(name)
+            labels = {"bundle_label_selector": [dict(need.labels)] * num_workers} if need.labels else {}
+            lifetime = None if keeper() is None else "detached"
+            self._own = ray.util.placement_group(bundles, "PACK" if packs else "SPREAD", name, lifetime, **labels)
+
+    def __len__(self) -> int:
+        return self._num_workers
+
+    @property
+    def is_own(self) -> bool:
+        """True if it holds resources itself, so that actors of workers start at once."""
+        return self._own is not None
+
+    def is_granted(self) -> bool:
+        """Return True if the resources are available now."""
+        group = self._own or self._outer
+        return group is None or _state_of(group) == "CREATED"
+
+    def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Block until the resources are granted. If this raises, nothing stays reserved, even after Ctrl-C.
+
+        Args:
+            timeout_s: How long to wait.
+            check: Called regularly during the wait. May raise.
+
+        Raises:
+            ReservationTimeoutError: After `timeout_s`, or when Ray has removed the reservation; at once if there can
+                never be room and no node can join.
+        """
+        group = self._own or self._outer
+        if group is None:
+            return
+        with OnFailure(partial(self.close, timeout_s=5.0)):
+            self._await(group, timeout_s, check)
+
+    def _await(self, group: Any, timeout_s: float, check: Callable[[], None]) -> None:
+        began = time.monotonic()
+        words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
+        waited_s = 0.0
+        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):  # whole seconds only; ignores Ctrl-C
+            time.sleep(_POLL_S)
+            check()
+            waited_s = time.monotonic() - began
+            while words and waited_s >= words[-1][0]:
+                words.pop()[1](timeout_s)
+            if waited_s >= timeout_s:
+                if self.is_granted():  # in the meantime, because this process may have stood still
+                    return
+                view = cluster_view()
+                reason = impossibility(self._need, self._num_workers, view, self._words)
+                table = reason or explain(self._need, self._num_workers, view)
+                message = f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n{table}"
+                raise ReservationTimeoutError(f"{message}\n{self._words.when_not_granted}".rstrip())
+
+    def _is_ready(self, group: Any, timeout_s: int) -> bool:
+        try:
+            return bool(group.wait(timeout_s))
+        except Exception as error:  # Ray raises nothing more specific
+            if _state_of(group) != "REMOVED":
+                raise
+            raise ReservationTimeoutError(
+                f"Ray has removed the reservation of {self._num_workers} workers before it was granted. It does so if "
+                "the raylet on the node of this process dies, for example because `/dev/shm` is full: look into "
+                "`raylet.err` in the folder of Ray's logs, and start Ray again."
+            ) from error
+
+    def _tell_impossible(self, timeout_s: float) -> None:
+        view = cluster_view()
+        reason = impossibility(self._need, self._num_workers, view, self._words)
+        if reason is None:
+            return
+        if not view.can_grow:
+            raise ReservationTimeoutError(f"{reason}\n{_CANNOT_GROW}")
+        logger.warning("%s\nWaiting up to %g s for nodes to join.", reason, timeout_s)
+
+    def _tell_missing(self, timeout_s: float) -> None:
+        num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))
+        logger.warning(
+            "waiting for resources: %s workers with %s each, there is room for %s now; giving up after %g s",
+            self._num_workers,
+            self._need.bundle(),
+            num_fitting,
+            timeout_s,
+        )
+
+    def actor_options(self, index: int) -> dict[str, Any]:
+        """Return options that place an actor into bundle `index` of this reservation.
+
+        Tasks of the actor are not placed in our bundles, which are full, but like tasks of this process. In a Tune
+        trial, they go into the trial's placement group, which may have a bundle for them.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options: dict[str, Any] = {"num_cpus": self._need.num_cpus, "num_gpus": self._need.num_gpus}
+        if "memory" in self._need.custom:  # Ray takes it only as an option of its own
+            options["memory"] = self._need.custom["memory"]
+        if custom := {name: amount for name, amount in self._need.custom.items() if name != "memory"}:
+            options["resources"] = custom
+        if self._need.runtime_env:
+            options["runtime_env"] = dict(self._need.runtime_env)
+        group = self._own or self._outer
+        if group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=group,
+                placement_group_bundle_index=index if self._own is not None else -1,
+            )
+        return options
+
+    def nodes(self) -> list[str | None]:
+        """Return the live node of each bundle, or None. Ray moves the bundles of a lost node to other nodes."""
+        ray, alive = _ray(), living_nodes()
+        if self._own is None:
+            return [next(iter(alive), None)] * self._num_workers
+        holders = ray.util.placement_group_table(self._own).get("bundles_to_node_id", {})
+        return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
+
+    def gpus_of_driver(self) -> list[str]:
+        """Take the GPUs of the first worker for this process, and return their IDs.
+
+        Ray assigns GPUs only to actors, so an idle actor holds them until `close`. Inside a worker or a placement group
+        of someone else nothing is taken, because that decides which GPUs this process may use.
+        """
+        if self._own is None or not self._need.num_gpus:
+            return []
+        ray = _ray()
+        options = {**self.actor_options(0), "num_cpus": 0}
+        self._holder = ray.remote(_GPUHolder).options(**options).remote()
+        ids: list[str] = ray.get(self._holder.gpu_ids.remote())
+        return ids
+
+    def close(self, timeout_s: float) -> None:
+        """Release the resources and wait until Ray confirms it. After `timeout_s`, only log a warning.
+
+        Does not wait if the head of the cluster is gone, for example after a signal to all processes of a program. Ray
+        would try for a minute to reach it, and then end this process.
+        """
+        if self._own is None:
+            return
+        ray = _ray()
+        group, self._own = self._own, None
+        holder, self._holder = self._holder, None
+        if session() != self._session:
+            return
+
+        def remove() -> None:
+            if holder is not None:
+                ray.kill(holder)
+            ray.util.remove_placement_group(group)
+            if self._guard is not None:
+                ray.kill(self._guard)
+            self._await_removal(group, timeout_s)
+
+        head = str(getattr(ray.get_runtime_context(), "gcs_address", ""))
+        removal: Future[None] = Future()
+        threading.Thread(target=run_into, args=(removal, remove), name="raysgd-release", daemon=True).start()
+        while not wait([removal], _SLICE_S).done:
+            if _is_gone(head):
+                return
+        removal.result()
+
+    def _await_removal(self, group: Any, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while _state_of(group) != "REMOVED":
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "the reservation of %s workers was not removed within %s s", self._num_workers, timeout_s
+                )
+                return
+            time.sleep(_POLL_S)
+
+
+class _GPUHolder:
+    """An actor that holds GPUs for a process that is not an actor."""
+
+    def gpu_ids(self) -> list[str]:
+        """Return the GPUs that Ray assigned to the actor."""
+        return [str(identity) for identity in _ray().get_gpu_ids()]
+
+
+def guard(name: str) -> Any:
+    """Return an actor that removes the placement group `name` when this process dies; None if Ray removes it.
+
+    Make the actor before the group, so that the group is never unguarded. Kill the actor after you remove the group.
+    """
+    import ray
+
+    context = ray.get_runtime_context()
+    maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
+    if not _is_alive(*maker):  # a driver, whose groups end with its job, or Ray lacks the query
+        return None
+    return (
+        ray.remote(ReservationGuard)
+        .options(num_cpus=0, lifetime="detached", namespace=NAMESPACE, name=name, max_restarts=-1)
+        .remote(name, *maker)
+    )
+
+
+def _is_alive(maker: str, node_id: str | None) -> bool:
+    """Return True if the process of a task or actor is alive. Without a node, also if the actor will be restarted.
+
+    The queries are private to Ray. If they are missing, this returns False.
+    """
+    actors, workers = find_name("ray._private.state:actors"), find_name("ray._private.state:workers")
+    if actors is None or workers is None:
+        return False
+    if node_id is None:
+        return bool(actors(maker).get("State", "DEAD") != "DEAD")
+    return maker in workers() and node_id in living_nodes()
+
+
+class ReservationGuard:
+    """Waits in a thread until a process is dead, removes its placement group, and ends.
+
+    It belongs to no other actor, so it outlives the process. If its node is lost, Ray starts it again on another node.
+    """
+
+    def __init__(self, name: str, maker: str, node_id: str | None) -> None:
+        threading.Thread(target=self._watch, args=(name, maker, node_id), daemon=True).start()
+
+    def _watch(self, name: str, maker: str, node_id: str | None) -> None:
+        import ray
+
+        while _is_alive(maker, node_id):
+            time.sleep(_GUARD_POLL_S)
+        time.sleep(_GUARD_POLL_S)  # the last request of the process may still be on its way
+        with suppress(ValueError):  # if there is no such group
+            ray.util.remove_placement_group(ray.util.get_placement_group(name))
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One bundle of a reservation, with room for one worker."""
+
+    reservation: Reservation
+    index: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options that place an actor in this slot."""
+        return self.reservation.actor_options(self.index)
+
+
+class Slots:
+    """The reservations of a trainer, their free slots, and pending requests for more.
+
+    Args:
+        reserve: Requests room. Takes the number of workers, and True if the first of them is this process.
+    """
+
+    def __init__(self, reserve: Callable[[int, bool], Reservation]) -> None:
+        self._reserve = reserve
+        self._reservations: list[Reservation] = []
+        self._free: list[Slot] = []
+        self._asked: list[Reservation] = []
+
+    def __len__(self) -> int:
+        return sum(len(reservation) for reservation in self._reservations)
+
+    @property
+    def are_own(self) -> bool:
+        """True if the reservations hold resources themselves, so that actors start at once."""
+        return all(reservation.is_own for reservation in self._reservations)
+
+    def reserve(
+        self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Reserve room for `count` more workers, all or none. Replaces pending requests.
+
+        Raises:
+            ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
+        """
+        self._ask_for(0)
+        reservation = self._reserve(count, has_driver)
+        reservation.wait(timeout_s, check)
+        self._add(reservation)
+
+    def ask_up_to(self, max_workers: int, num_workers: int) -> None:
+        """Request room for the workers missing from `max_workers`. An autoscaler then starts nodes for them.
+
+        Does not wait: `take_granted` takes what was granted.
+        """
+        self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more slots than workers
+
+    def _ask_for(self, count: int) -> None:
+        """Request room for `count` more workers. Replaces pending requests.
+
+        Each worker gets a request of its own, because one is useful without the others: ADR 11.
+        """
+        while len(self._asked) > max(0, count):
+            self._asked.pop().close(_CLOSE_S)
+        for _ in range(count - len(self._asked)):
+            reservation = self._reserve(1, False)
+            if not reservation.is_own:  # a given placement group cannot grow
+                return
+            self._asked.append(reservation)
+
+    def take_granted(self) -> None:
+        """Take the requested room that has been granted."""
+        for reservation in [each for each in self._asked if each.is_granted()]:
+            self._asked.remove(reservation)
+            self._add(reservation)
+
+    def await_room(
+        self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
+    ) -> None:
+        """Request room for `count` workers, and wait until it is granted or the time is over.
+
+        Nothing stays reserved: the caller looks at the free resources then and decides how many workers to start.
+        """
+        reservation, waited_s = self._reserve(count, has_driver), 0.0
+        try:
+            while waited_s < timeout_s and not (reservation.is_own and reservation.is_granted()):
+                pause_s = min(_LOOK_S, timeout_s - waited_s)
+                sleep(pause_s)
+                waited_s += pause_s
+        finally:
+            reservation.close(_CLOSE_S)
+
+    def _add(self, reservation: Reservation) -> None:
+        self._reservations.append(reservation)
+        self._free += [Slot(reservation, index) for index in range(len(reservation))]
+
+    def take_over(self, slots: Slots, taken: Collection[Slot]) -> None:
+        """Take over the reservations of another process, of which these slots are in use."""
+        self._asked = slots._asked
+        places = {(id(slot.reservation), slot.index) for slot in taken}
+        for reservation in slots._reservations:
+            self._add(reservation)
+        self._free = [slot for slot in self._free if (id(slot.reservation), slot.index) not in places]
+
+    def take_slot(self) -> Slot:
+        """Take a free slot, even if its node is lost. For a group that is starting."""
+        return self._free.pop(0)
+
+    def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Slot]:
+        """Take up to `count` free slots on live nodes that are not in `avoid`."""
+        nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
+        usable = [each for each in self._free if nodes[id(each.reservation)][each.index] not in (None, *avoid)]
+        taken = usable[: max(0, count)]
+        self._free = [slot for slot in self._free if slot not in taken]
+        return taken
+
+    def num_usable(self, avoid: Collection[str] = ()) -> int:
+        """Return how many slots, free or not, are on live nodes that are not in `avoid`."""
+        nodes = [node for reservation in self._reservations for node in reservation.nodes()]
+        return sum(node not in (None, *avoid) for node in nodes)
+
+    def node_of(self, slot: Slot) -> str | None:
+        """Return the present node of a slot; None if it has none."""
+        return slot.reservation.nodes()[slot.index]
+
+    def give_back(self, slot: Slot) -> None:
+        """Mark a slot as free."""
+        self._free.append(slot)
+
+    def close(self, timeout_s: float) -> None:
+        """Release everything, even if Ctrl-C ends the wait for a part of it."""
+        reservations = [*self._reservations, *self._asked]
+        self._reservations, self._asked, self._free = [], [], []
+        with ExitStack() as closing:
+            for reservation in reversed(reservations):
+                closing.callback(reservation.close, timeout_s)

@@ -1,0 +1,166 @@
+"""All that the driver's side of the engine needs from Ray, in one place. Tests replace it with a simulation.
+
+ADR 131 explains why the engine uses Ray through one class.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any
+
+from raysgd.core.engine import call_lines, placement, transfers
+from raysgd.core.engine.call_lines import LineCall
+from raysgd.core.engine.placement import Reservation, Slot
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.types import Failure, Outcome, WorkerInfo
+from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, cannot_import, node_here
+from raysgd.core.private_names import find_name
+from raysgd.exceptions import WorkerFault
+
+_TOGETHER_S = 0.01  # answers to short calls arrive together: one look at all is faster than one at each
+_TOGETHER_S_EACH = 0.00005  # per call: with one look for each answer, the driver's work would grow quadratically
+_MISSING_MODULE = re.compile(r"No module named '([^']+)'")
+
+
+class Platform:
+    """Starts and ends processes, reserves resources, passes messages, and knows the time."""
+
+    make_reservation: Callable[..., Reservation] = Reservation
+    """Reserves resources. Takes the arguments of `Reservation`."""
+    ensure_running = staticmethod(placement.ensure_ray)
+    """Connects to the cluster, or starts one."""
+    transfer = staticmethod(transfers.transfer)
+    """Takes a call and returns the transfer of its result."""
+    store = staticmethod(transfers.store)
+    """Puts a value, once, where all workers can read it."""
+    living_nodes = staticmethod(placement.living_nodes)
+    """Returns the nodes that are known to be alive."""
+    now = staticmethod(time.monotonic)
+    """Returns seconds on a clock that only moves forward."""
+    sleep = staticmethod(time.sleep)
+    """Waits."""
+    make_event = threading.Event
+    """Makes a `threading.Event`."""
+
+    @property
+    def home(self) -> str:
+        """Node of the driver."""
+        return node_here()[0]
+
+    def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
+        """Start a worker process. Does not wait for it."""
+        return RemoteWorker(slot, connection, num_threads)
+
+    def new_local_worker(self, connection: Connection) -> LocalWorker:
+        """Return a worker in this process."""
+        return LocalWorker(copy.deepcopy(connection))  # the original is sent to other workers
+
+    def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Run `body` in another thread of the driver. Return a function that waits for its end."""
+        thread = threading.Thread(target=body, name="raysgd-listener", daemon=True)
+        thread.start()
+        return thread.join
+
+    def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
+        """Return the process of a worker that has not answered yet; None if there is none yet.
+
+        The query is private to Ray. If Ray lacks it, this returns None.
+        """
+        actors, identity = find_name("ray._private.state:actors"), getattr(worker.actor, "_actor_id", None)
+        if actors is None or identity is None:
+            return None
+        entry = actors(identity.hex())
+        pid, place = entry.get("Pid"), entry.get("Address", {})
+        return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
+
+    def kill_process(self, info: WorkerInfo) -> None:
+        """Kill a process on any node, even one that is stopped and cannot answer. Does not wait."""
+        if info.node_id == self.home:
+            _sigkill(info.pid)
+        else:
+            _run_beside(info, _sigkill)
+
+    @property
+    def is_running(self) -> bool:
+        """True if there is still a cluster to ask."""
+        import ray
+
+        return bool(ray.is_initialized())
+
+    def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
+        """Wait for the first of `references` to end, up to `timeout_s`. Return those that have ended.
+
+        Answers often arrive together, and each look costs time, so this may wait a moment for all of them.
+        """
+        # `ray.get` on all of them would not do: if an exception is too large to be inlined, it waits for all others.
+        together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
+        done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
+        if not done and (timeout_s is None or timeout_s > together_s):
+            left_s = None if timeout_s is None else timeout_s - together_s
+            done = call_lines.wait(references, 1, left_s)
+        return list(done)
+
+    def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
+        """Wait until all of `references` have ended, up to `timeout_s`. Return those that have."""
+        return call_lines.wait(references, len(references), timeout_s)
+
+    def outcome(self, rank: int, reference: Any) -> Outcome:
+        """Return the present outcome of one call."""
+        import ray
+
+        try:
+            if not isinstance(reference, LineCall):
+                value = ray.get(reference, timeout=0)
+            else:
+                value = reference.answer() if reference.has_answer else ray.get(reference.line.attending, timeout=0)
+            return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
+        except ray.exceptions.GetTimeoutError:
+            return Outcome(rank, answered=False)
+        except WorkerFailed as carrier:  # Ray raises a subclass of it
+            return Outcome(rank, failure=getattr(carrier, "cause", carrier).failure)
+        except ray.exceptions.RayTaskError as error:  # the worker could not describe it, or Ray could not run it
+            return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
+        except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
+            return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
+        except ray.exceptions.RayError as error:
+            return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
+
+
+def _cause_of(error: Any) -> BaseException:
+    """Return the error behind a failed call. If Ray could not unpickle the arguments, only its text is left."""
+    import ray
+
+    cause: BaseException = error.cause or error
+    missing = _MISSING_MODULE.search(str(cause)) if isinstance(cause, ray.exceptions.RaySystemError) else None
+    return cannot_import(missing[1]) if missing else cause
+
+
+def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
+    first_line = str(error).strip().partition("\n")[0]
+    return WorkerFault(rank, "unknown", error, type(error).__name__, first_line, "the worker process", traceback_text)
+
+
+def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
+    """Call `function` with the ID of a process, in another process on the same node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # elsewhere it is another one
+    }
+    remote: Any = ray.remote(**options)(function)
+    return remote.remote(info.pid)
+
+
+def _sigkill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,390 @@
+"""Decisions as pure functions: how many workers run, what a failure means and what follows, and whose state survives.
+
+Facts in, decision out. Nothing here sleeps, asks Ray, or touches a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from textwrap import shorten
+from typing import Literal
+
+from raysgd.core.engine.shared.types import (
+    ClusterView,
+    Failure,
+    FailureKind,
+    GroupReport,
+    ReplicaProgress,
+    Resources,
+    WorkerInfo,
+)
+from raysgd.core.text.log_lines import named
+from raysgd.exceptions import WorkerFault
+
+_TOLERANCE = 1e-6  # Ray counts resources in units of 1/10000; rounding errors of sums are smaller
+_REASON_LENGTH = 160
+_LONGEST_DELAY_S = 60.0
+# Short words for the sentences in which Ray reports a lost worker.
+_PROCESS_DIED, _NODE_DIED = "its process died", "its node died"
+_DEATHS = {
+    "ActorDiedError": _PROCESS_DIED,
+    "WorkerCrashedError": _PROCESS_DIED,
+    "OutOfMemoryError": "killed, its node was out of memory",
+    "NodeDiedError": _NODE_DIED,
+    "ActorUnavailableError": "out of reach",
+}
+_OF_SEVERAL = {_PROCESS_DIED: "their processes died", _NODE_DIED: "their nodes died"}
+LOOK_AT_RAYS_LOG = "Ray's log of the worker (`worker-*.err`) may name the cause"
+_OF_A_NODE = ("its node has died", "node it was running on is dead", "preemption")
+_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "ResourceExhaustedError")
+_NO_MEMORY = ("out of memory", "DefaultCPUAllocator")
+_BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
+
+
+Decision = Literal["continue", "restart", "raise error", "give up"]
+"""The answer to a failed call. "continue": the survivors form a new group and continue the call. "restart": new workers
+restore the last snapshot and run the call again. "raise error": the error of user code is raised. "give up": an error
+about the lost workers is raised."""
+
+
+@dataclass(frozen=True)
+class WaitForWorkers:
+    """Too few workers fit now, for this reason. Look again in `delay_s`; None means never."""
+
+    delay_s: float | None
+    reason: str
+
+
+def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
+    """Return how many workers fit into these resources of one node."""
+    bundle = need.bundle()
+    if not bundle:
+        return 10**6
+    return min(int((amounts.get(name, 0.0) + _TOLERANCE) / amount) for name, amount in bundle.items())
+
+
+def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
+    """Return how many workers fit into the cluster: into its free resources, or into all of them."""
+    return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
+
+
+def cpus_that_fit(view: ClusterView, need: Resources, num_workers: int) -> float:
+    """Return the CPUs per worker with which so many would fit if nothing else ran; 0 if fewer CPUs do not help."""
+    of_nodes = {node.total.get("CPU", 0.0) for node in view.nodes}
+    shares = {floor(100 * cpus / count) / 100 for cpus in of_nodes for count in range(1, num_workers + 1)}
+    smaller = sorted((share for share in shares if 0 < share < need.num_cpus), reverse=True)
+    needs = ((share, replace(need, num_cpus=share)) for share in smaller)
+    return next((share for share, less in needs if capacity(view, less, free_only=False) >= num_workers), 0.0)
+
+
+@dataclass(frozen=True)
+class ScalingPolicy:
+    """Decides how many workers to run.
+
+    Attributes:
+        max_workers: Upper limit.
+        min_workers: Lower limit.
+        num_attempts: How often to look for resources before giving up.
+        first_delay_s: The first wait. Each further wait is twice as long, up to a minute.
+        num_local: Number of workers that run in the driver, reserved or not.
+    """
+
+    max_workers: int
+    min_workers: int = 1
+    num_attempts: int = 10
+    first_delay_s: float = 1.0
+    num_local: int = 0
+
+    def decide(self, view: ClusterView, need: Resources, attempt: int) -> int | WaitForWorkers:
+        """Return how many workers to start with the free resources, or a wait for more. `attempt` counts from 0."""
+        fitting = max(self.num_local, min(self.max_workers, capacity(view, need)))
+        if fitting >= self.min_workers:
+            return fitting
+        reason = f"{fitting} of at least {self.min_workers} workers fit"
+        if not view.can_grow and capacity(view, need, free_only=False) < self.min_workers:
+            return WaitForWorkers(None, f"{reason}, even when nothing else runs")
+        if attempt + 1 >= self.num_attempts:
+            return WaitForWorkers(None, f"{reason} after {attempt + 1} attempts")
+        return WaitForWorkers(self.delay_s(attempt), reason)
+
+    def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> int:
+        """Return how many more workers would fit. A new group could also use the `num_reserved` slots of this one."""
+        return max(0, min(self.max_workers, num_reserved + capacity(view, need)) - num_workers)
+
+    def delay_s(self, attempt: int) -> float:
+        """Return the wait before the next attempt. It doubles each time: 1, 2, 4, ... seconds."""
+        return min(_LONGEST_DELAY_S, self.first_delay_s * 2.0**attempt)
+
+
+Wait = bool | Literal["auto"]
+"""The user's choice: True if survivors wait for new workers, False if not; "auto" to wait only if they have to."""
+
+AUTO: Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """When the number of workers changes.
+
+    Attributes:
+        check_s: How often a running call looks for room to grow; None to grow only between calls.
+        num_awaited: Survivors of a failure wait until there are so many workers.
+        num_awaited_by_call: Before a call that can grow later, the driver waits for so many workers.
+        minds_memory: True if survivors wait after all when memory runs out in their first step.
+    """
+
+    check_s: float | None
+    num_awaited: int
+    num_awaited_by_call: int
+    minds_memory: bool = False
+
+
+def resizing(
+    wait: Wait, interval_s: float | None, keeps_global_batch: bool, max_workers: int, num_short: int = 0
+) -> Resizing:
+    """Return when the number of workers changes.
+
+    Args:
+        wait: The user's choice: do survivors wait for new workers?
+        interval_s: How often a running call looks for room to grow; None for never.
+        keeps_global_batch: True if steps do not depend on the number of workers, so that survivors can continue alone.
+        max_workers: Number of workers that the trainer wants.
+        num_short: Largest number of workers with which memory ran out; 0 if it never did.
+    """
+    if wait == AUTO and keeps_global_batch:
+        enough = min(max_workers, num_short + 1)
+        return Resizing(interval_s, enough, enough, minds_memory=True)
+    if wait:
+        return Resizing(None if wait == AUTO else interval_s, max_workers, max_workers)
+    return Resizing(interval_s, 1, max_workers)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The cause of a failed call.
+
+    Attributes:
+        kind: "died" (a process or node died), "disconnected" (the group lost a connection although no rank is known to
+            be dead) or "user" (an exception in user code).
+        faults: The faults of that kind, in rank order.
+        beside: Exceptions in user code that came with a death. The death may have caused them, so they are only
+            reported.
+    """
+
+    kind: FailureKind
+    faults: tuple[WorkerFault, ...]
+    beside: tuple[WorkerFault, ...] = ()
+
+    @property
+    def ranks(self) -> list[int]:
+        return [fault.rank for fault in self.faults]
+
+
+def classify(report: GroupReport) -> Diagnosis:
+    """Return the cause of a failed call.
+
+    A death comes first, because it causes the survivors' errors. A user exception comes before lost connections, which
+    its rank causes by stopping. Lost connections alone mean that a peer could not be reached.
+    """
+    failures = [outcome.failure for outcome in report.outcomes if outcome.failure is not None]
+    assert failures, "classify() needs a report with at least one failure"
+    for kind in _BY_WEIGHT:
+        faults = _of_kind(failures, kind)
+        if faults:
+            return Diagnosis(kind, faults, _of_kind(failures, "user") if kind == "died" else ())
+    raise AssertionError("unreachable: every failure has a known kind")
+
+
+def failed_alike(report: GroupReport) -> bool:
+    """Return True if every rank failed, all at the same line of user code."""
+    failures = [outcome.failure for outcome in report.outcomes]
+    places = {(failure.fault.type_name, failure.fault.location) for failure in failures if failure is not None}
+    return None not in failures and len(places) == 1
+
+
+def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
+    """Return True if memory ran out, on a device or a node, on every rank that failed, and no process died."""
+    return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
+
+
+def _lacks_memory(fault: WorkerFault) -> bool:
+    """Return True if an exception means lack of memory: in PyTorch a `RuntimeError`, in TensorFlow its own class."""
+    if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
+        return True
+    is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"
+    return is_runtime_error and any(phrase in fault.message for phrase in _NO_MEMORY)
+
+
+@dataclass(frozen=True)
+class LostNodes:
+    """The nodes on which all workers were lost.
+
+    Attributes:
+        addresses: Addresses of these nodes; empty if a rank was also lost on a node where others live.
+        are_dead: True if Ray says that the nodes died.
+    """
+
+    addresses: tuple[str, ...] = ()
+    are_dead: bool = False
+
+    def __str__(self) -> str:
+        names = f"node{'s' if len(self.addresses) > 1 else ''} {', '.join(self.addresses)}"
+        return f"{names} died" if self.are_dead else f"all workers of {names}"
+
+
+def emptied_nodes(lost: Collection[int], infos: Sequence[WorkerInfo]) -> dict[str, str]:
+    """Return the nodes of the lost ranks, as addresses by ID; empty if any of these nodes still has a worker."""
+    emptied = {infos[rank].node_id: infos[rank].node_ip for rank in sorted(lost)}
+    in_use = {info.node_id for rank, info in enumerate(infos) if rank not in lost}
+    return {} if in_use & emptied.keys() else emptied
+
+
+def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | None = None) -> str:
+    """Return the cause in a few words, for logs and messages.
+
+    Args:
+        diagnosis: The cause.
+        gone: All ranks that are known to be lost.
+        nodes: Nodes on which all workers were lost.
+    """
+    reason = _said(diagnosis.faults[0])
+    if diagnosis.kind == "user":
+        return f"{named(diagnosis.ranks)} raised {reason}"
+    lost = {*gone, *diagnosis.ranks} if diagnosis.kind == "died" else {*gone}
+    facts = [str(nodes)] if nodes is not None else []
+    if diagnosis.kind == "died" and not (nodes is not None and nodes.are_dead):
+        facts.insert(0, reason if len(lost) == 1 else _OF_SEVERAL.get(reason, reason))
+    known = f" ({'; '.join(facts)})" if facts else ""
+    parts = [f"lost {named(lost)}{known}"] if lost else []
+    if diagnosis.kind == "disconnected":
+        reporters = [rank for rank in diagnosis.ranks if rank not in lost] or diagnosis.ranks
+        verb = "reports" if len(reporters) == 1 else "report"
+        parts.append(f"{named(reporters)} {verb}: connection to another rank lost ({reason})")
+    parts += [f"rank {fault.rank} raised {_said(fault)}" for fault in diagnosis.beside[:1]]
+    return "; ".join(parts)
+
+
+def why_not_started(failure: Failure) -> str:
+    """Return in words why a worker did not start. For an exception in user code, add the line."""
+    reason = _said(failure.fault)
+    if failure.kind == "user":
+        return f"{reason}, raised at {failure.fault.location}"
+    return f"{reason}. {LOOK_AT_RAYS_LOG}" if reason == _PROCESS_DIED else reason
+
+
+def _said(fault: WorkerFault) -> str:
+    if fault.type_name in _DEATHS:
+        is_of_node = any(phrase in str(fault.error) for phrase in _OF_A_NODE)
+        return _DEATHS["NodeDiedError" if is_of_node else fault.type_name]
+    return f"{fault.type_name}: {shorten(fault.message.partition(chr(10))[0], _REASON_LENGTH, placeholder=' ...')}"
+
+
+def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:
+    return tuple(failure.fault for failure in failures if failure.kind == kind)
+
+
+class RetryBudget:
+    """The retries for one call, or for several calls that form one piece of work.
+
+    Continuing in place is free after progress: at least one step of the call, and more than one since the survivors
+    last continued. Otherwise it costs a retry. It also costs one after a hang, because the code may hang again and
+    again. Survivors that complete no step after they continued do not continue again: continuing may be what broke
+    them.
+
+    Attributes:
+        num_spent: Number of retries used.
+        num_refused: Number of failures when no retry was left.
+
+    Args:
+        num_restarts: Number of retries, possibly infinite. With 0, the first failure ends the call, even if continuing
+            would be free.
+    """
+
+    def __init__(self, num_restarts: float) -> None:
+        self.num_restarts = num_restarts
+        self.renew()
+
+    def renew(self) -> None:
+        """Reset the budget, for the next piece of work."""
+        self.num_spent = 0
+        self.num_refused = 0
+        self._continued_at: int | None = None  # total steps when survivors last continued; None for new workers
+        self._has_hung = False
+
+    @property
+    def is_spent(self) -> bool:
+        return self.num_spent >= self.num_restarts
+
+    def obstacle_to_continuing(self, progress: int) -> str | None:
+        """Return why survivors cannot continue after `progress` steps in all; None if it is free or a retry is left."""
+        if self._continued_at is not None and progress <= self._continued_at:
+            return "no step was completed since the survivors went on the last time"
+        if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
+            return "no retry is left to pay for going on"
+        return None
+
+    def note_hang(self) -> None:
+        """Note that the next recovery is caused by a worker that hung."""
+        self._has_hung = True
+
+    def _is_free(self, progress: int) -> bool:
+        """Return True if continuing in place is free. Code that fails at each step completes one between failures."""
+        least = 1 if self._continued_at is None else self._continued_at + 2
+        return progress >= least and not self._has_hung
+
+    def pay_for_continuing(self, progress: int) -> None:
+        self.num_spent += not self._is_free(progress)
+        self._continued_at, self._has_hung = progress, False
+
+    def pay_for_restart(self) -> None:
+        self.num_spent += 1
+        self._continued_at, self._has_hung = None, False
+
+    def refuse(self) -> None:
+        """Count a failure for which no retry is left."""
+        self.num_refused += 1
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """Decides what follows a failed call. Lost workers are retried; errors in user code only if the user asks for it.
+
+    Attributes:
+        continues: True to keep survivors if possible.
+        retries_user_errors: True to restart all workers after an error in user code, for a retry, as after a failure.
+    """
+
+    continues: bool = False
+    retries_user_errors: bool = False
+
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
+        """Return what to do next. `can_continue` is True if the survivors could continue the call."""
+        if diagnosis.kind == "user":
+            return "restart" if self.retries_user_errors and not budget.is_spent else "raise error"
+        if self.continues and can_continue and budget.num_restarts > 0:
+            return "continue"
+        return "give up" if budget.is_spent else "restart"
+
+
+def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
+    """Return the index of the replica whose state the others take over: the most advanced whole one, or None.
+
+    A step that one replica has completed contains the gradients of all ranks, including lost ones.
+    """
+    if any(report.obstacle for report in reports):
+        return None
+    whole = [(-report.progress, index) for index, report in enumerate(reports) if report.is_whole]
+    return min(whole)[1] if whole else None
+
+
+def are_alike(reports: Sequence[ReplicaProgress]) -> bool:
+    """Return True if all replicas have the same state: that of a completed step, after the same number of steps."""
+    return all(each.is_whole for each in reports) and len({each.progress for each in reports}) == 1
+
+
+def takers(reports: Sequence[ReplicaProgress], source: int) -> tuple[int, ...]:
+    """Return the indices of the replicas that have to take over the state of `source`."""
+    progress = reports[source].progress
+    return tuple(index for index, report in enumerate(reports) if not report.is_whole or report.progress != progress)

@@ -1,0 +1,116 @@
+"""Which worker gets which rank, depending on its node and GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from raysgd.core.engine.shared.types import WorkerInfo, World
+
+ItemT = TypeVar("ItemT")
+
+
+def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[int]:
+    """Return the order of new workers for their ranks, as indices of `infos`: by node, and by GPU on each node.
+
+    Nodes keep the order in which they first appear, and so do workers that share a GPU or have none. Thus ranks on one
+    node are consecutive, wherever the cluster placed the workers.
+
+    Args:
+        infos: Where the workers run.
+        first_stays: True if the first worker must be rank 0, as the driver must.
+    """
+    nodes = _numbered_nodes(infos)
+
+    def place(index: int) -> tuple[Any, ...]:
+        gpu_ids = _sorted_ids(infos[index].gpu_ids)
+        return not (first_stays and index == 0), nodes[infos[index].node_id], [_by_number(g) for g in gpu_ids[:1]]
+
+    return sorted(range(len(infos)), key=place)
+
+
+def assign(infos: Sequence[WorkerInfo]) -> list[World]:
+    """Return each worker's place. World ranks follow the order of `infos`; local ranks count from 0 on each node."""
+    seen: Counter[str] = Counter()
+    sizes = Counter(info.node_id for info in infos)
+    node_ranks = _numbered_nodes(infos)
+    on_node: dict[str, list[str]] = {node: [] for node in sizes}
+    for info in infos:
+        on_node[info.node_id] += info.gpu_ids
+    gpu_ids = {node: _sorted_ids(found) for node, found in on_node.items()}
+    worlds = []
+    for rank, info in enumerate(infos):
+        worlds.append(
+            World(
+                rank=rank,
+                size=len(infos),
+                local_rank=seen[info.node_id],
+                local_size=sizes[info.node_id],
+                node_rank=node_ranks[info.node_id],
+                num_nodes=len(node_ranks),
+                gpu_ids=info.gpu_ids,
+                node_gpu_ids=gpu_ids[info.node_id],
+            )
+        )
+        seen[info.node_id] += 1
+    return worlds
+
+
+def places(ranks: Sequence[int], num_workers: int) -> list[int]:
+    """Return the next rank of each worker. Workers keep their rank if it still exists; others get the free ranks.
+
+    >>> places([0, 2], 3), places([1, 2], 2), places([2, 3], 3)
+    ([0, 2, 1], [1, 0], [2, 0, 1])
+
+    Args:
+        ranks: The present ranks of the workers that stay. New workers follow them.
+        num_workers: The next number of workers.
+    """
+    free = [rank for rank in range(num_workers) if rank not in ranks]
+    kept = [rank if rank < num_workers else free.pop(0) for rank in ranks]
+    return kept + free
+
+
+def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
+    """Sort items by their places; without places, leave them in order.
+
+    >>> in_places(["a", "b", "c"], [0, 2, 1])
+    ['a', 'c', 'b']
+    """
+    return [items[index] for index in sorted(range(len(items)), key=(places or range(len(items))).__getitem__)]
+
+
+def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
+    """Return, by rank, which other rank keeps a copy of its part: a partner on another node.
+
+    The copies of each node go to the next node, in a circle, so that no node keeps much more than it gives.
+
+    Args:
+        infos: Where the workers run.
+        home: The node of the driver, which itself keeps the copies for this node. Ranks on it need none: if they are
+            lost with their node, so is the driver.
+    """
+    on_node: dict[str, list[int]] = {}
+    for rank, info in enumerate(infos):
+        on_node.setdefault(info.node_id, []).append(rank)
+    nodes, found = list(on_node), {}
+    for node, following in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True):
+        if node != following and home not in (node, following):
+            others = on_node[following]
+            found.update({rank: others[index % len(others)] for index, rank in enumerate(on_node[node])})
+    return found
+
+
+def _numbered_nodes(infos: Sequence[WorkerInfo]) -> dict[str, int]:
+    """Number the nodes in the order in which they first appear."""
+    return {node: index for index, node in enumerate(dict.fromkeys(info.node_id for info in infos))}
+
+
+def _sorted_ids(gpu_ids: Iterable[str]) -> tuple[str, ...]:
+    """Return each ID once, numbers by value."""
+    return tuple(sorted(set(gpu_ids), key=_by_number))
+
+
+def _by_number(gpu_id: str) -> tuple[bool, int, str]:
+    return not gpu_id.isdigit(), int(gpu_id) if gpu_id.isdigit() else 0, gpu_id

@@ -1,0 +1,847 @@
+"""Recovery: what happens after workers fail.
+
+`Recovery.recover` comes first. The survivors form a new group in place, together with standby workers and new ones if
+there are any. (ADR 9 explains why, and ADR 11 when they wait for a new worker.) If that is impossible, other replicas
+restore the last snapshot: new replicas in the processes that are left, or entirely new workers. If nothing is left to
+try, the failure is raised. The same changes let workers leave and step in between two steps or calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from raysgd.core.engine import ranks as rank_rules
+from raysgd.core.engine.lifecycle import SETTLE_S, Lifecycle, pay_for_start
+from raysgd.core.engine.monitor import Monitor
+from raysgd.core.engine.placement import explain, impossibility
+from raysgd.core.engine.policies import (
+    LOOK_AT_RAYS_LOG,
+    Diagnosis,
+    FailurePolicy,
+    RetryBudget,
+    WaitForWorkers,
+    are_alike,
+    capacity,
+    choose_source,
+    classify,
+    failed_alike,
+    is_lack_of_memory,
+    takers,
+    words,
+)
+from raysgd.core.engine.shared import replica
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.group_events import EventKind
+from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.types import GroupReport, ReplicaProgress, StateHandover
+from raysgd.core.engine.startup import StandbyWorker
+from raysgd.core.engine.transfers import DividedValue, LostPartError
+from raysgd.core.text.log_lines import named
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsError, WorkersLostError, worker_error
+
+logger = logging.getLogger(__name__)
+
+STANDBY_WAIT_S = 30.0  # longest time that survivors wait for new workers, which otherwise step in later
+_AWAITED_S = 10.0  # for a state that will be written to a file
+_REBUILD_RESERVATION_S = 10.0  # free resources are granted at once, unless another program took them
+
+
+class CannotForm(Exception):
+    """The ranks cannot form a new group, so only a restart is left.
+
+    Args:
+        reason: Why; empty if no rank is left.
+        staying: The ranks that are left.
+        is_failure: True if a worker was lost that does not show as missing from `staying`.
+    """
+
+    def __init__(self, reason: str, staying: Collection[int], is_failure: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.staying, self.is_failure = reason, staying, is_failure
+
+
+@dataclass
+class NextGroup:
+    """The workers that will form the next group."""
+
+    staying: list[int]
+    progress_reports: list[ReplicaProgress]
+    joining: list[StandbyWorker]
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.staying) + len(self.joining)
+
+    @property
+    def source(self) -> int:
+        """Index of the rank whose state all others take over."""
+        source = choose_source(self.progress_reports)
+        if source is None:
+            obstacles = [each.obstacle for each in self.progress_reports if each.obstacle]
+            obstacle = [*obstacles, "each was in the middle of a step that had begun to change its state"][0]
+            raise CannotForm(f"the survivors cannot continue by themselves: {obstacle}", self.staying)
+        return source
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the group in place.
+
+    Attributes:
+        kind: Its name in the history, unless ranks are lost during it.
+        cause: Returns the reason, given the lost ranks.
+        staying: Ranks that should stay.
+        began: When it began.
+        num_awaited: Wait for starting workers until the group has so many; 0 to wait only for those that it needs.
+        budget: The retries that it may use; None if it is free.
+        leaving: Ranks that leave in an orderly way.
+        orphans: Progress of these ranks.
+        wait_s: How long to wait.
+        goes_on: True if the ranks that stay continue with their present state.
+        only_copies: True if only their state is wanted. Then no one joins, and any number of ranks is enough.
+    """
+
+    kind: EventKind
+    cause: Callable[[Collection[int]], str]
+    staying: Sequence[int]
+    began: float
+    num_awaited: int
+    budget: RetryBudget | None = None
+    leaving: frozenset[int] = frozenset()
+    orphans: tuple[Any, ...] = ()
+    wait_s: float = STANDBY_WAIT_S
+    goes_on: bool = True
+    only_copies: bool = False
+
+
+Failed = tuple[EventKind, str]
+"""A change that cannot be made in place: the name of the restart in the history, and its cause."""
+
+
+class Recovery:
+    """Repairs the group of a trainer after a failure, or replaces it.
+
+    Args:
+        lifecycle: Holds the group.
+        monitor: Watches the group during the recovery.
+        failures: Decides what follows a failed call.
+        start_budget: Retries for workers that die during a start. None: each start is tried a few times.
+    """
+
+    def __init__(
+        self, lifecycle: Lifecycle, monitor: Monitor, failures: FailurePolicy, start_budget: RetryBudget | None
+    ) -> None:
+        self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
+        self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
+        self._start_budget = start_budget
+        self._went_on_at: int | None = None  # step at which survivors continued with larger shares of the global batch
+        self._went_on_in: Call | None = None
+
+    # ------------------------------------------------------------------------------------------- a call failed
+
+    def recover(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
+        """Repair the group after a failed call, or replace it.
+
+        Returns:
+            True if the call can continue where it was.
+
+        Raises:
+            WorkerError: An exception in user code.
+            WorkersLostError: The retries are used up, or too few workers can be started.
+        """
+        self._lifecycle.check_active()
+        self._monitor.go_on()
+        diagnosis = classify(report)
+        told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
+        if parted := call.parted(told):
+            self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
+            raise UnevenStepsError(parted) from diagnosis.faults[0].error
+        if self._went_on_in is call and self._is_short_of_memory(diagnosis):
+            return self._is_inside_after(self._wait_for_memory(report, diagnosis))
+        decision = self._failures.decide(diagnosis, budget, call.can_continue)
+        if decision == "raise error":
+            raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
+        if decision == "give up":
+            behind = set[int]()
+            if diagnosis.kind == "disconnected":  # only lost connections were reported: find the silent ranks
+                everyone = range(len(self._lifecycle.running))
+                behind = set(everyone) - set(self._lifecycle.running.answering(everyone))
+            self._give_up(diagnosis, report, budget, self._in_words(diagnosis, behind))
+        cause = self._in_words(diagnosis)
+        if decision == "continue":
+            failed, self._went_on_in = self._continue_in_place(report, budget), call
+            if failed is None:
+                return True
+            _, cause = failed
+        if diagnosis.kind == "disconnected" and not self._spec.keeps_survivors:
+            self._monitor.tell_stuck()
+        if budget.is_spent:
+            self._give_up(diagnosis, report, budget, cause)
+        self.await_only_state()
+        if self._lifecycle.holds_only_state and not call.can_continue:
+            self._refuse_to_repeat(diagnosis, report, cause)
+        budget.pay_for_restart()
+        self._lifecycle.hooks.on_failure(diagnosis)
+        self.restart_workers("restored", cause, after=report)
+        return self._is_restored_inside
+
+    def change_held(self, report: GroupReport) -> bool:
+        """Change the group while its ranks hold at a step. Return True if the call can continue where it was."""
+        self._lifecycle.check_active()
+        reason = self._monitor.reason
+        self._monitor.go_on()
+        leaving = self._lifecycle.leaving_nodes_in_use()
+        parts = [] if self._spec.runs_on else [answer.value.part for answer in report.values]
+        if parts:
+            self._snapshots.take_from(self._lifecycle.running, parts)
+        return self._is_inside_after(self.change(leaving, reason, parts))
+
+    def _is_inside_after(self, failed: Failed | None) -> bool:
+        """After a change that is free, restart if it failed. Return True if the call can continue where it was."""
+        if failed is None:
+            return True
+        self._monitor.await_snapshot()
+        self.restart_workers(*failed)
+        return self._is_restored_inside
+
+    @property
+    def _is_restored_inside(self) -> bool:
+        """True if the snapshot that was just restored was taken inside the running call."""
+        return self._snapshots.is_inside and not self._snapshots.calls_since
+
+    def _in_words(self, diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
+        """Return the cause of a failure of the present group, in words. `gone` are ranks that are known to be lost."""
+        group, lost = self._lifecycle.running, {*gone, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
+        return words(diagnosis, gone, group.nodes_of(lost, group.infos))
+
+    def _give_up(self, diagnosis: Diagnosis, report: GroupReport, budget: RetryBudget, cause: str) -> NoReturn:
+        """Raise a failure because no retry is left."""
+        self.fetch_only_state(report)
+        self._lifecycle.end_call(cause, "lost")
+        budget.refuse()
+        hint = (
+            f"{LOOK_AT_RAYS_LOG}: too little memory, say, or a collective that the ranks called with different sizes. "
+        )
+        message = (
+            f"{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
+            f"{hint if diagnosis.kind == 'died' else ''}{self._spec.words.when_spent}"
+        )
+        raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error
+
+    def _refuse_to_repeat(self, diagnosis: Diagnosis, report: GroupReport, cause: str) -> NoReturn:
+        """Raise an error: the state before the call is lost, and the survivors may be half-way through the call."""
+        self.fetch_only_state(report)
+        self._lifecycle.end_call(cause, "lost")
+        raise WorkersLostError(
+            f"{cause}, in a call that cannot be repeated: a copy of the state from before it was with the process that "
+            "was lost shortly before. The next call continues with the state of the workers that were left."
+        ) from diagnosis.faults[0].error
+
+    def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
+        """After an exception in user code, kill the group if its ranks are not at the same place, and say so.
+
+        The group is kept only if every rank is alive, connected, and at the same place as the others.
+        """
+        group = self._lifecycle.running
+        if not report.all_answered:  # ADR 7 explains why these cannot be kept
+            parted = "others were inside the call"
+        elif call.keeps_alike and not group.is_driver_only and not self._has_failed_alike(report):
+            parted = "others were elsewhere"
+            self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
+        else:
+            return ""
+        self.fetch_only_state(report)
+        self._lifecycle.end_call(f"{named(diagnosis.ranks)} raised {diagnosis.faults[0].type_name} while {parted}")
+        if self._spec.loses_state and self._snapshots.has_gap:
+            lost = "The workers were ended, and their state is lost: `snapshot_every_s=None` switches snapshots off."
+            return f"{lost} {self._snapshots.last_file_in_words}"
+        if not self._snapshots.has_any:
+            return ""
+        return (
+            "The workers were ended, because they are not in the same state any more. The next call starts new ones, "
+            f"{self._snapshots.restored_from()}."
+        )
+
+    def _has_failed_alike(self, report: GroupReport) -> bool:
+        """Return True if all ranks failed at the same place, and wait for the next call in the same state."""
+        if not failed_alike(report):
+            return False
+        progress = self._ask_progress()
+        return progress.ok and are_alike([answer.value for answer in progress.values])
+
+    # ------------------------------------------------------------------------------ before workers are killed
+
+    def fetch_only_state(self, after: GroupReport | None = None) -> None:
+        """Fetch the state that only workers have, before any of them is killed, even in the middle of a call.
+
+        If no worker has the whole state any more, this is logged and the state is given up.
+
+        Args:
+            after: The report of the failed call; None if the ranks may be anywhere.
+        """
+        lifecycle = self._lifecycle
+        self.await_only_state()
+        if not lifecycle.holds_only_state:
+            return
+        lifecycle.is_fetching = True
+        try:
+            self._monitor.watch()
+            group = lifecycle.running
+            survivors = group.settle_any() if after is None else group.settle(after)
+            while lifecycle.holds_only_state:
+                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a rank in a long step is waited for
+                survivors = list(range(len(group)))
+            logger.info("fetched the state that only workers had: %s", self._snapshots.restored_from())
+        except CannotForm as failed:
+            reason = failed.reason or "no worker is left"
+            logger.warning("the state that only workers have cannot be fetched: %s", reason)
+            lifecycle.gives_state_up = True
+        finally:
+            lifecycle.is_fetching = False
+
+    def leave_with_survivors(self, report: GroupReport) -> list[Capture] | None:
+        """After a failure in a call that is to be left: bring the state of those who live to the driver.
+
+        Returns:
+            What each of them captured; nothing where they form a group that is not inside the call, which can go on
+            with it. None where they cannot do that, or where user code has failed.
+        """
+        if not self._spec.regroups or classify(report).kind == "user":
+            return None
+        self._monitor.go_on()
+        group, captures = self._lifecycle.running, list[Capture]()
+        living: Collection[int] = group.settle(report)
+        try:
+            while not captures:
+                captures = self._fetch_from({*living, *group.stuck} - group.gone)
+                living = range(len(group))
+        except CannotForm as failed:
+            logger.warning("no worker has the state of a completed step: %s", failed.reason or "all are lost")
+            return None
+        if any(each.progress is None for each in captures):
+            return []
+        self._snapshots.leave_call()
+        return captures
+
+    def await_only_state(self) -> None:
+        """If only workers have the state, wait for the copy that is on its way, if any."""
+        if self._lifecycle.holds_only_state and self._snapshots.is_coming:
+            self._monitor.await_snapshot()
+
+    def _fetch_from(self, living: Collection[int]) -> list[Capture]:
+        """Let the living ranks form a group of their own, which gives them one state, and fetch it.
+
+        Returns:
+            What each of them captured; nothing where one of them was lost over it.
+
+        Raises:
+            CannotForm: No rank is left that has the state.
+        """
+        group, now, newcomers = self._lifecycle.running, self._lifecycle.now(), self._lifecycle.newcomers
+        staying = [rank for rank in group.answering(sorted(living)) if group.workers[rank] not in newcomers]
+        first = group.infos[0]
+        self._try_to_make(Change("ended", lambda gone: "", staying, now, 0, only_copies=True))
+        if group.infos[0] != first:  # what that one was sending will not come
+            self._snapshots.drop_incoming()
+        everyone = dict.fromkeys(range(len(group)), ())
+        report = group.on_replica(replica.capture_here, everyone, on_wait=self._monitor.poll)
+        if not report.ok:
+            group.settle(report)
+            return []
+        captures: list[Capture] = [answer.value for answer in report.values]
+        self._snapshots.take_from(group, captures)
+        self._monitor.await_snapshot()
+        return captures
+
+    # --------------------------------------------------------------------------------------- changes in place
+
+    def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> Failed | None:
+        """After a failure, let the survivors form a new group, with spares and new workers if there are any.
+
+        Returns:
+            Why only a restart is left; None if the group was formed.
+        """
+        lifecycle, group = self._lifecycle, self._lifecycle.running
+        began = lifecycle.now()
+        survivors = self._settled(report, self._monitor.tell_stuck)
+        if group.stuck and classify(report).kind == "disconnected":  # otherwise ranks are slow, and another died
+            budget.note_hang()
+        verb = "does" if len(group.silent) == 1 else "do"
+        silent = f"; {named(group.silent)} {verb} not answer any more" if group.silent else ""
+        infos = list(group.infos)
+
+        def cause(gone: Collection[int]) -> str:
+            nodes = group.nodes_of(gone, infos)
+            told = words(classify(report), gone, nodes)
+            return told if nodes is not None and nodes.are_dead else told + silent
+
+        return self._make(Change("continued", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
+
+    def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
+        """Free the survivors of a failure from their waits, and return them."""
+        survivors = self._lifecycle.running.settle(report, tell_stuck)
+        self._lifecycle.suspect(survivors)
+        return survivors
+
+    def _is_short_of_memory(self, diagnosis: Diagnosis) -> bool:
+        """Return True if survivors continued, and in their first step memory was too small for their larger shares."""
+        if self._went_on_at is None or not is_lack_of_memory(diagnosis):
+            return False
+        signs = self._lifecycle.running.ask_beside("beside", replica.sign_of_life, ranks=diagnosis.ranks)
+        return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
+
+    def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> Failed | None:
+        """Let survivors that tried to continue wait for new workers after all, as long as any are coming."""
+        lifecycle, began, num_short = self._lifecycle, self._lifecycle.now(), len(self._lifecycle.running)
+        lifecycle.note_short_of_memory()
+        self._went_on_at = None
+
+        def cause(gone: Collection[int]) -> str:
+            lost = f"lost {named(gone)}; " if gone else ""
+            return f"{lost}with {num_short} workers {words(diagnosis)}"
+
+        logger.warning("%s; waiting for new workers", cause(()))
+        survivors = self._settled(report, self._monitor.tell_stuck)
+        lifecycle.start_standby()  # even if no room was reserved
+        return self._make(Change("grown", cause, survivors, began, self._scaling.max_workers, wait_s=math.inf))
+
+    def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> Failed | None:
+        """Between two steps or calls, let workers on some nodes leave, and ready ones step in.
+
+        Args:
+            leaving: Nodes that are going away.
+            cause: Why.
+            parts: Each rank's copy of its progress, if the ranks hold inside a call.
+
+        Returns:
+            Why only a restart is left; None if the change was made.
+        """
+        group = self._lifecycle.running
+        staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
+        kind: EventKind = "left" if len(staying) < len(group) else "grown"
+        if not self._spec.regroups and not self._spec.runs_on:
+            return kind, cause
+        return self._make(
+            Change(
+                kind,
+                cause=lambda gone: f"lost {named(gone)}; {cause}" if gone else cause,
+                staying=staying,
+                began=self._lifecycle.now(),
+                num_awaited=self._scaling.max_workers if kind == "left" else 0,
+                leaving=frozenset(range(len(group))) - frozenset(staying),
+                orphans=tuple(part.progress for rank, part in enumerate(parts) if rank not in staying),
+            )
+        )
+
+    def grow(self, num_awaited: int, cause: str) -> Failed | None:
+        """Between two calls, let as many workers step in as there is room for.
+
+        Args:
+            num_awaited: Wait for starting workers until there are so many.
+            cause: Why.
+
+        Returns:
+            Why only a restart is left; None if the change was made, or no worker could step in.
+        """
+        lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
+        lifecycle.start_standby()
+        deadline = lifecycle.now() + STANDBY_WAIT_S
+        num_missing = num_awaited - len(lifecycle.running)
+        while standby.num_ready < num_missing and standby.num_coming and lifecycle.now() < deadline:
+            lifecycle.sleep(0.005)
+            self._monitor.poll()
+        standby.kill_unresponsive()
+        return self.change(frozenset(), cause) if standby.num_ready else None
+
+    def can_change(self) -> bool | None:
+        """Between two calls, return True if the replicas could continue in another group; None if some are lost."""
+        if not self._spec.regroups:
+            return False
+        report = self._ask_progress()
+        if not report.ok:
+            return False if classify(report).kind == "user" else None
+        return not any(answer.value.obstacle for answer in report.values)
+
+    def _ask_progress(self) -> GroupReport:
+        group = self._lifecycle.running
+        everyone = dict.fromkeys(range(len(group)), ())
+        return group.on_replica(replica.replica_progress, everyone, on_wait=self._monitor.poll)
+
+    def _make(self, change: Change) -> Failed | None:
+        """Make a change. Record it in the history, and use a retry if it costs one."""
+        lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
+
+        def gone(staying: Collection[int]) -> set[int]:
+            """Return the lost ranks, numbered as before the change."""
+            infos = lifecycle.running.infos
+            kept = {infos[rank] for rank in staying}
+            return {rank for rank, info in enumerate(before) if info not in kept} - change.leaving
+
+        def end_unless_unformed(error: BaseException) -> None:
+            """Make sure that a half-formed group is never used, even after Ctrl-C."""
+            if not isinstance(error, CannotForm):
+                self.fetch_only_state()
+                lifecycle.end_call(type(error).__name__)
+
+        try:
+            with OnFailure(told=end_unless_unformed):
+                formed = self._try_to_make(change)
+        except CannotForm as failed:
+            lost = gone(failed.staying)
+            cause = change.cause(lost)
+            is_failure = change.kind == "continued" or bool(lost) or failed.is_failure
+            reason = f"{cause}; {failed.reason}" if failed.reason else cause
+            return "restored" if is_failure else change.kind, reason
+        group = lifecycle.running
+        if group.infos[0] != before[0]:
+            self._snapshots.drop_incoming()
+        lifecycle.hooks.on_change(group)
+        lost, source = gone(range(len(group))), formed.progress_reports[formed.source]
+        if change.budget is not None:
+            change.budget.pay_for_continuing(source.progress)
+        is_smaller = len(group) < self._scaling.max_workers
+        may_lack_memory = change.kind == "continued" and is_smaller and lifecycle.resizing.minds_memory
+        self._went_on_at = source.progress if may_lack_memory else None
+        kind: EventKind = "continued" if lost else change.kind
+        if kind != "grown" or len(group) > len(before):  # otherwise nothing changed, because the joining workers died
+            lifecycle.record(kind, len(before), change.began, change.cause(lost), source.words)
+        lifecycle.owe_spares()
+        return None
+
+    def _try_to_make(self, change: Change) -> NextGroup:
+        """Form the next group. If workers are lost during that, form another one without waiting for new workers.
+
+        Raises:
+            CannotForm: No group can be formed.
+        """
+        staying, without_state = change.staying, set[int]()
+        while True:
+            formed = self.form(change, staying, without_state)
+            places = rank_rules.places(
+                formed.staying if self._spec.runs_on else range(len(formed.staying)), formed.num_workers
+            )
+            behind = takers(formed.progress_reports, formed.source)
+            takers_of_state = (*(places[index] for index in behind), *places[len(formed.staying) :])
+            handover = StateHandover(places[formed.source], takers_of_state, change.orphans)
+            group, newcomers = self._lifecycle.running, self._lifecycle.newcomers
+            newcomers.update(each.worker for each in formed.joining)
+            report = group.regroup(formed.staying, formed.joining, handover, self._monitor.poll, places)
+            newcomers.difference_update(group.workers[found.rank] for found in report.outcomes if found.ok)
+            if report.ok:
+                self._lifecycle.keep_facts(list(report.values))
+                return formed
+            staying = self._survivors_of(report, formed)
+            had_state = {
+                place for place, rank in zip(places, formed.staying, strict=False) if rank not in without_state
+            }
+            without_state = {found.rank for found in report.outcomes if not found.ok} - had_state
+            change = replace(change, num_awaited=0)
+
+    def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
+        """Return the living ranks after a group could not be formed.
+
+        Raises:
+            CannotForm: The reason was not a failure of workers.
+        """
+        diagnosis = classify(report)
+        reason = f"could not form a new group: {words(diagnosis)}"
+        logger.warning("%s", reason)
+        survivors = self._settled(report) if diagnosis.kind != "user" else []
+        if diagnosis.kind == "user" or len(survivors) == failed.num_workers:
+            raise CannotForm(reason, range(len(failed.staying)), is_failure=diagnosis.kind != "user")
+        return survivors
+
+    # -------------------------------------------------------------------------------- members of the next group
+
+    def form(self, change: Change, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
+        """Let the staying ranks leave the old group, and find workers to fill it up. Workers that die are left out.
+
+        Args:
+            change: The change that the group is for.
+            staying: Ranks of the old group.
+            without_state: Those of them that should have taken over a state and did not.
+
+        Raises:
+            CannotForm: No group can be formed of them.
+        """
+        standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
+        formed = self._leave_old_group(change, staying, without_state)
+        if change.only_copies:  # a replica that cannot continue can still copy its state
+            reports = [replace(each, obstacle=None) for each in formed.progress_reports]
+            self._remove_others(formed.staying)
+            return replace(formed, progress_reports=reports)
+
+        def kill_new_ones() -> None:
+            for each in formed.joining:
+                standby.kill(each.worker)
+
+        with OnFailure(kill_new_ones):
+            formed = self._fill_up(change, formed, without_state)
+            if not change.goes_on:  # otherwise a restart can still use the workers that are coming
+                missing = min_workers - formed.num_workers
+                formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
+            if formed.num_workers < min_workers:
+                raise CannotForm(f"{formed.num_workers} of at least {min_workers} workers are left", formed.staying)
+        return formed
+
+    def _leave_old_group(self, change: Change, survivors: Sequence[int], without_state: Collection[int]) -> NextGroup:
+        """Let the survivors leave the group. Drop survivors that turn out to be dead.
+
+        Raises:
+            CannotForm: No rank is left to form another group, or one of them raised an error.
+        """
+        group, staying = self._lifecycle.running, list(survivors)
+        while staying:
+            report = group.leave_group(staying, self._monitor.poll)
+            if report.ok:
+                pairs = zip(staying, report.values, strict=True)
+                return NextGroup(
+                    staying, [replace(p, is_whole=False) if rank in without_state else p for rank, p in pairs], []
+                )
+            failed = [o for o in report.outcomes if not o.ok]
+            if any(o.failure is not None and o.failure.kind == "user" for o in failed):
+                logger.warning("a surviving worker could not report its progress: %s", words(classify(report)))
+                raise CannotForm("a surviving worker could not report its progress", staying)
+            dead = {o.rank for o in failed if o.failure is not None}  # the others may only be slow to answer
+            staying = [rank for rank in staying if rank not in (dead or {o.rank for o in failed})]
+        if not change.goes_on:
+            group.standby.kill_unresponsive()  # spares may have died with the workers
+        if change.goes_on or not group.standby.num_all:
+            raise CannotForm("", ())
+        return NextGroup([], [], [])
+
+    def _remove_others(self, staying: Collection[int]) -> None:
+        group = self._lifecycle.running
+        group.remove_workers([rank for rank in range(len(group)) if rank not in staying and rank not in group.gone])
+
+    def _fill_up(self, change: Change, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
+        """Let workers join. Wait for them until the group has `num_awaited` members, and for those that it needs.
+
+        Returns:
+            The members that are still alive after the wait.
+
+        Raises:
+            CannotForm: No staying rank is left, or no retry to continue with.
+        """
+        lifecycle, group = self._lifecycle, self._lifecycle.running
+        deadline = lifecycle.now() + change.wait_s
+        while True:
+            if change.goes_on:
+                progress = formed.progress_reports[formed.source].progress
+                obstacle = change.budget.obstacle_to_continuing(progress) if change.budget is not None else None
+                if obstacle is not None:
+                    raise CannotForm(obstacle, formed.staying)
+            self._remove_others(formed.staying)
+            if not self._fill_from_standby(change, formed, max(0.0, deadline - lifecycle.now())):
+                return formed
+            answering = group.answering(formed.staying)  # nothing checked them while they waited
+            if answering == formed.staying:
+                return formed
+            lifecycle.suspect(answering)
+            formed = replace(self._leave_old_group(change, answering, without_state), joining=formed.joining)
+
+    def _fill_from_standby(self, change: Change, formed: NextGroup, wait_s: float) -> bool:
+        """Let ready workers join, and new ones if there is room and time to wait. Return True if it waited."""
+        standby, most = self._lifecycle.running.standby, self._scaling.max_workers
+        admits = all(each.admits for each in formed.progress_reports)
+        missing = most - formed.num_workers if admits else 0
+        if missing <= 0:
+            return False
+        avoided = self._lifecycle.nodes_to_avoid
+        standby.kill_on(avoided)
+        formed.joining += standby.take_ready(missing, 0.0)
+        standby.start_more(most - formed.num_workers - standby.num_coming, most, avoided)
+        missing = max(change.num_awaited, self._scaling.min_workers) - formed.num_workers
+        if not wait_s or missing <= 0 or not standby.num_coming:
+            return False
+        formed.joining += standby.take_ready(missing, wait_s, self._monitor.poll)
+        return True
+
+    # ------------------------------------------------------------------------------- back to the last snapshot
+
+    def restart_workers(self, kind: EventKind, cause: str, after: GroupReport | None = None) -> None:
+        """Kill the old group, start a new one as large as free resources allow, and restore the last snapshot.
+
+        Args:
+            kind: Its name in the history.
+            cause: Why.
+            after: The report of a failed call. If given, living processes are kept if possible.
+
+        Raises:
+            WorkersLostError: Too few workers could be started.
+            WorkerError: The user's set-up failed.
+        """
+        lifecycle = self._lifecycle
+        lifecycle.check_active()
+        if lifecycle.is_ending:
+            raise WorkersLostError(f"{cause}, and the program is about to end, so no other workers are started.")
+        began, old_size = lifecycle.now(), lifecycle.num_workers
+        lifecycle.allow_replacements()
+
+        def end(error: BaseException) -> None:
+            """Make sure that a half-restored group is never used, even after Ctrl-C."""
+            lifecycle.kill_group()
+            if kind != "started":
+                is_failure = isinstance(error, WorkersLostError)
+                why = "no other group could be had" if is_failure else type(error).__name__
+                lifecycle.record("lost" if is_failure else "ended", old_size, began, f"{cause}; {why}")
+
+        with OnFailure(told=end):
+            self.fetch_only_state(after)
+            self._snapshots.poll(timeout_s=_AWAITED_S if self._snapshots.is_awaited else SETTLE_S)
+            self._snapshots.drop_incoming()
+            num_kept = self._try_renew(after) if after is not None else None
+            if num_kept is None:
+                self._start_others(kind, cause)
+            lifecycle.record(kind, old_size, began, cause, self._snapshots.restored_from(), num_kept or 0)
+            lifecycle.end_replacements()
+
+    def _try_renew(self, after: GroupReport) -> int | None:
+        """Restore the last snapshot in the present processes. Return None if all have to be replaced.
+
+        If replicas regroup, only standby workers are kept, because the reason why the survivors could not continue may
+        lie in their processes.
+
+        Returns:
+            How many of the ranks were in the group before.
+        """
+        lifecycle, spec, group = self._lifecycle, self._spec, self._lifecycle.running
+        is_possible = spec.renews or (spec.regroups and not spec.use_local and group.standby.num_all)
+        if not is_possible or self._snapshots.is_lost or not self._snapshots.has_any:
+            return None
+        before = set(group.infos)
+        if spec.renews:
+            staying = self._settled(after, self._monitor.tell_stuck)
+        else:  # killing an actor does not end a frozen process, so find out which ranks are silent
+            staying = []
+            unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
+            lifecycle.suspect(group.answering(unknown))
+        num_awaited = lifecycle.resizing.num_awaited
+        change = Change("restored", lambda gone: "", staying, lifecycle.now(), num_awaited, goes_on=False)
+        try:
+            formed = self.form(change, staying)
+        except CannotForm as failed:
+            logger.warning("no process is kept: %s", failed.reason or "no worker is left")
+            return None
+        report = group.renew(formed.staying, formed.joining, self._monitor.poll)
+        report = lifecycle.without_lost(report, group, self._monitor.poll)
+        if not report.ok:
+            logger.warning("could not form a new group: %s", words(classify(report)))
+            return None
+        lifecycle.take_answers(report)
+        return len(before & set(lifecycle.running.infos)) if self._restore_those_left() else None
+
+    def _start_others(self, kind: EventKind, cause: str) -> None:
+        """Start another group as soon as there is room, and restore the last snapshot in it."""
+        lifecycle, scaling = self._lifecycle, self._scaling
+        lifecycle.kill_group()
+        self._refuse_if_lost(cause)
+        if kind == "restarted":
+            lifecycle.make_room()
+        attempt, impossible = 0, None
+        while attempt < scaling.num_attempts:
+            view = lifecycle.settled_view()
+            decision = scaling.decide(view, self._spec.resources, attempt)
+            attempt += 1
+            if isinstance(decision, WaitForWorkers):
+                if kind == "started":  # after a restart, lost nodes may come back
+                    impossible = impossibility(self._spec.resources, scaling.min_workers, view, self._spec.words)
+                if decision.delay_s is None:
+                    table = impossible or explain(self._spec.resources, scaling.max_workers, view)
+                    few = f"Too few workers can be had: {decision.reason}."
+                    raise WorkersLostError(f"{few}\n{table}\n{self._spec.words.when_starved}".rstrip())
+                if impossible and attempt == 1:
+                    logger.warning("%s", impossible)
+                logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
+                needed, has_driver = scaling.min_workers, self._spec.use_local
+                slots = lifecycle.make_group(self._spec, needed).slots
+                slots.await_room(needed, decision.delay_s, lifecycle.sleep, has_driver=has_driver)
+                continue
+            num_spares = min(self._spec.num_spares, capacity(view, self._spec.resources) - decision)
+            try:
+                has_started = lifecycle.try_start(decision, max(0, num_spares), _REBUILD_RESERVATION_S)
+                if has_started and self._restore_those_left():
+                    return
+            except ReservationTimeoutError as error:  # another program took the resources, or the node was lost
+                logger.warning("%s", str(error).partition("\n")[0])
+                continue
+            if self._start_budget is not None:
+                pay_for_start(self._start_budget)
+                attempt -= 1  # this attempt used a retry instead
+        raise WorkersLostError(f"No group could be started in {scaling.num_attempts} attempts after: {cause}.")
+
+    def _refuse_if_lost(self, cause: str) -> None:
+        """Raise an error if the state is lost. New workers would silently start from the beginning."""
+        if not self._snapshots.is_lost:
+            return
+        if not self._spec.loses_state:
+            raise WorkersLostError(
+                f"{cause}, and with the workers their state is lost: the process that had its copy was lost shortly "
+                f"before. {self._snapshots.last_file_in_words}"
+            )
+        raise WorkersLostError(
+            f"{cause}, and with the workers their state is lost, because `snapshot_every_s=None` switches snapshots "
+            f"off. {self._snapshots.last_file_in_words} Without that option, or with `snapshot_every_s=60`, such a "
+            "failure costs time only."
+        )
+
+    def _restore_those_left(self) -> bool:
+        """Restore the state in all workers that survive it. Return False if too few do."""
+        lifecycle = self._lifecycle
+        while (failed := self._restore()) is not None:
+            on_wait = Monitor(lifecycle, is_of_restore=True).poll
+            report = lifecycle.without_lost(failed, lifecycle.running, on_wait)
+            if not report.ok:
+                logger.warning("could not restore the state: %s", words(classify(report)))
+                lifecycle.kill_group()
+                return False
+            self._snapshots.drop_incoming()
+            lifecycle.take_answers(report)
+        return True
+
+    def _restore(self) -> GroupReport | None:
+        """Bring the new group to the state of the last snapshot, then repeat the calls since then.
+
+        Returns:
+            The report of the call in which workers were lost; None if none were.
+        """
+        group, snapshots = self._lifecycle.running, self._snapshots
+        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll  # repeated calls can hang, too
+        snapshot = snapshots.landed
+        if snapshot is not None and isinstance(snapshot.shared_state, DividedValue):  # read parts from living nodes
+            parts = snapshot.shared_state.best_on({info.node_id for info in group.infos})
+            snapshot = snapshots.landed = replace(snapshot, shared_state=parts)
+        if snapshot is not None:
+            function: Callable[..., Any] = replica.restore if snapshot.progress is None else replica.restore_inside
+            rests, shared = snapshot.for_ranks(len(group)), group.share(snapshot.shared_state)
+            args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
+            report = group.on_replica(function, args, on_wait=on_wait)
+            if self._has_lost_workers(report):
+                return report
+        is_inside = snapshots.is_inside
+        if snapshots.calls_since:
+            logger.info("running again what the last snapshot does not cover: %s", snapshots.restored_from())
+        for call in snapshots.calls_since:
+            function = call.resume if is_inside and call.resume is not None else call.function
+            is_inside = False
+            args = call.on_its_ranks(call.args_for(group.worlds))
+            report = group.on_replica(function, args, on_wait=on_wait)
+            if self._has_lost_workers(report):
+                return report
+        return None
+
+    def _has_lost_workers(self, report: GroupReport) -> bool:
+        """Return True if a call failed because workers were lost. Raise an error if it failed for another reason."""
+        if report.ok:
+            return False
+        diagnosis = classify(report)
+        if diagnosis.kind != "user":
+            return True
+        lost_parts = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
+        if lost_parts:  # a rank's part of the snapshot is nowhere
+            raise WorkersLostError(f"{lost_parts[0]} {self._snapshots.last_file_in_words}")
+        raise worker_error(diagnosis.faults)

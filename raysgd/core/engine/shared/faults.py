@@ -1,0 +1,214 @@
+"""Describes an exception of user code in the process that raised it, in a form that can be sent to the driver."""
+
+from __future__ import annotations
+
+import bdb
+import pickle
+import re
+import traceback
+from types import TracebackType
+from typing import Any
+
+from raysgd.core.text.frames import is_of_library, is_of_user, short_name
+from raysgd.core.text.secrets import masked
+from raysgd.exceptions import WorkerFault, portable_copy
+
+_QUOTED_FRAME = re.compile(r'( *)File "([^"\n]+)", line (\d+), in (\S+)')
+_HEADS = ("Original Traceback (most recent call last):", "in user code:")
+"""Lines that precede frames quoted in an error message: by PyTorch (loader processes) and TensorFlow (functions)."""
+_MOST_CALLERS = 5
+_MOST_CAUSES = 3
+_LONGEST_CAUSE = 200  # characters
+_NO_DEBUGGER = (
+    "a worker has no terminal, so a debugger cannot stop there. To debug an operator make the trainer with "
+    "`use_local=True`: it then runs in your program. A training function can be called by itself. With the environment "
+    "variable RAY_DEBUG=1, `breakpoint()` waits for Ray's debugger."
+)
+_NO_INPUT = "EOF when reading a line"  # the message of `input` without a terminal
+_LONGEST_TEXT = 20_000  # characters of a message or a traceback
+_OF_PLAIN_ERRORS = ("builtins", "raysgd", "torch")
+_LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from each rank
+
+
+def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False) -> WorkerFault:
+    """Describe an exception of user code.
+
+    The traceback starts at the first line of user code, because the library's frames before it do not help.
+
+    Args:
+        error: The exception.
+        rank: Rank of this worker.
+        node: Address of this node.
+        portable: True if the description leaves this process. Otherwise the exception keeps its live frames for a
+            debugger, and gets no traceback in words, because Python shows those frames anyway.
+        brief: True to leave the source lines out of the traceback. Python reads many files for them.
+    """
+    error.__traceback__ = _from_user_code(error.__traceback__)
+    message, frames = _message(error, portable), _frames(error)
+    return WorkerFault(
+        rank=rank,
+        node=node,
+        error=_picklable(error) if portable else error,
+        type_name=type(error).__name__,
+        message=message,
+        location=_location(error, frames),
+        traceback_text=masked(_traceback_text(error, message, frames if brief else None)) if portable else "",
+        callers=_callers(error) if portable and not brief else (),
+        causes=_causes(error) if portable and not brief else (),
+    )
+
+
+def has_user_code(error: BaseException) -> bool:
+    """Return True if the traceback of an exception contains code of the user."""
+    return bool(_frames(error, only_own=True))
+
+
+def shortened(text: str, longest: int = _LONGEST_TEXT) -> str:
+    """Return the text, or its beginning and its length if it is too long."""
+    return text if len(text) <= longest else f"{text[:longest]} ... (cut; {len(text):,} characters in all)"
+
+
+def _from_user_code(where: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame of user code on; all of it if there is no such frame."""
+    link = where
+    while link is not None:
+        if is_of_user(link.tb_frame):
+            return link
+        link = link.tb_next
+    return where
+
+
+def _traceback_text(error: BaseException, message: str, frames: traceback.StackSummary | None) -> str:
+    """Return the traceback as text. If `frames` are given, show only these, without their source lines."""
+    if frames is not None:
+        places = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames]
+        return f"Traceback (most recent call last):\n{''.join(places)}{type(error).__name__}: {message}\n"
+    if len(message) > _LONGEST_TEXT:  # Python would print the whole message again
+        return "".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__name__}: {message[:200]} ...\n"
+    return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
+
+
+def _message(error: BaseException, portable: bool) -> str:
+    if portable and isinstance(error, bdb.BdbQuit):
+        return _NO_DEBUGGER
+    if portable and isinstance(error, EOFError) and str(error) == _NO_INPUT:
+        return f"{error}: a worker has no terminal. Read what you need in your program, and pass it in `config`."
+    _, text = _quoted(error)
+    return masked(shortened(text))
+
+
+def _quoted(error: BaseException) -> tuple[list[str], str]:
+    """Return the user's lines that an error message quotes, innermost last, and the message without quoted frames."""
+    text = str(error)
+    if not any(head in text for head in _HEADS):
+        return [], text
+    places, words = list[str](), list[str]()
+    indent, is_place = "", False
+    for line in text.splitlines():
+        if frame := _QUOTED_FRAME.match(line):
+            indent, is_place = f"{frame[1]}  ", not is_of_library(frame[2])
+            if is_place:
+                places.append(f"{frame[2]}:{frame[3]} in {frame[4]}")
+        elif indent and line.startswith(indent):
+            if is_place:
+                places[-1] += f": {line.strip()}"
+            is_place = False  # the lines after the line of code only point at parts of it
+        else:
+            indent = ""
+            words.append(line.strip())
+    said = "\n".join(line for line in words if line and line not in _HEADS)
+    return places, said.removeprefix(f"{type(error).__name__}: ")
+
+
+def _location(error: BaseException, frames: traceback.StackSummary) -> str:
+    """Return the user's innermost line, or the innermost function of all if no user code was running."""
+    if not frames:
+        return "an unknown place"
+    own = _own_lines(error)
+    if own:
+        return own[-1]
+    place = f"{short_name(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}"
+    return f"{place} (in no method of yours)"
+
+
+def _callers(error: BaseException) -> tuple[str, ...]:
+    """Return the user's lines that led to the innermost one, innermost first; if many, the innermost and the first."""
+    outer = _own_lines(error)[-2::-1]
+    if len(outer) <= _MOST_CALLERS:
+        return tuple(outer)
+    num_more = len(outer) - _MOST_CALLERS + 1
+    return (*outer[: _MOST_CALLERS - 2], f"{num_more} other lines of your code", outer[-1])
+
+
+def _causes(error: BaseException) -> tuple[str, ...]:
+    """Return the errors that caused this one, latest first, each with the user's innermost line."""
+    causes: list[str] = []
+    while len(causes) < _MOST_CAUSES:
+        word, before = "caused by", error.__cause__
+        if before is None and not error.__suppress_context__:
+            word, before = "raised while handling", error.__context__
+        if before is None:
+            break
+        first, *_ = masked(str(before)).splitlines() or [""]
+        text = f"{type(before).__name__}: {shortened(first, _LONGEST_CAUSE)}".removesuffix(": ")
+        causes.append(", raised at ".join([f"{word} {text}", *_own_lines(before)[-1:]]))
+        error = before
+    return tuple(causes)
+
+
+def _own_lines(error: BaseException) -> list[str]:
+    """Return the user's lines in the traceback, then those that the message quotes, innermost last."""
+    own = _frames(error, only_own=True)
+    places = [(f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line) for frame in own]
+    return [f"{place}: {line}" if line else place for place, line in places] + _quoted(error)[0]
+
+
+def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackSummary:
+    """Return the frames of the traceback, or only the user's. Source files are not read until a line's text is used."""
+    frames = traceback.walk_tb(error.__traceback__)
+    chosen = ((frame, line) for frame, line in frames if is_of_user(frame) or not only_own)
+    return traceback.StackSummary.extract(chosen, lookup_lines=False)
+
+
+def _picklable(error: BaseException) -> BaseException | None:
+    """Return the exception, or a copy without the parts that cannot be pickled, or None."""
+    if _is_plain(error) or _survives(error):
+        return error
+    try:
+        rest = portable_copy(error, _travels, _shown)
+    except Exception:  # the attributes of a user's exception may raise anything
+        return None
+    return rest if _survives(rest) else None
+
+
+def _is_plain(error: BaseException) -> bool:
+    """Return True if the exception can surely be pickled, so that trying is unnecessary. Most lost connections can."""
+    is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
+    return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)
+
+
+def _survives(error: BaseException) -> bool:
+    packed = _packed(WorkerFault(-1, "", error, "", "", "", ""))
+    return packed is not None and type(pickle.loads(packed).error).__name__ == type(error).__name__
+
+
+def _travels(value: Any) -> bool:
+    return _packed(value) is not None
+
+
+def _packed(value: Any) -> bytes | None:
+    """Return `value` pickled; None if it cannot be pickled or unpickled, or is too large."""
+    import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps(value)
+        if len(packed) <= _LARGEST_ERROR:
+            pickle.loads(packed)
+            return packed
+    except Exception:  # pickling an object of the user may raise anything
+        return None
+    return None
+
+
+def _shown(value: Any) -> str:
+    return shortened(value if isinstance(value, str) else repr(value))

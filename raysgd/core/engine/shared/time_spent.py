@@ -1,0 +1,158 @@
+"""The time of each rank, divided into named bins that add up to the time that passed. Pure functions and values.
+
+Workers measure (`raysgd/trainer/worker/ledger.py`), and the driver adds up (`raysgd/core/history/accounts.py`). ADR 97 explains the
+bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+USEFUL, AGAIN, DATA, EXCHANGE, SLOWER_RANK = "useful", "again", "data", "exchange", "slower_rank"
+SNAPSHOT, UNDO = "snapshot", "undo"
+START_UP, EVALUATION, DRIVER, OTHER = "start_up", "evaluation", "driver", "other"
+VALIDATION_WAIT = "validation_wait"
+DETECT, FORM, HAND_OVER = "recovery_detect", "recovery_form", "recovery_hand_over"
+RESUME, REPLACE = "recovery_resume", "recovery_replace"
+RECOVERY = (DETECT, FORM, HAND_OVER, RESUME, REPLACE)
+
+BINS: Mapping[str, str] = {
+    USEFUL: "useful steps",
+    AGAIN: "steps done again",
+    DATA: "waiting for data",
+    EXCHANGE: "exchanging",
+    SLOWER_RANK: "waiting for a slower rank",
+    SNAPSHOT: "snapshot",
+    UNDO: "copies to undo a batch",
+    DETECT: "recovery: leaving the old group",
+    FORM: "recovery: forming a new group",
+    HAND_OVER: "recovery: handing over the state",
+    RESUME: "recovery: resuming the call",
+    REPLACE: "recovery: a worker was missing",
+    START_UP: "start-up",
+    EVALUATION: "evaluation",
+    VALIDATION_WAIT: "waiting for a validation that runs elsewhere",
+    DRIVER: "driver (between calls)",
+    OTHER: "other",
+}
+"""Names of the bins, and how to call them in texts."""
+
+SHOWN_FROM = 0.005
+OUTSIDE = (START_UP, EVALUATION, VALIDATION_WAIT, DRIVER)
+_LOST = (AGAIN, SNAPSHOT, UNDO, *RECOVERY)
+_AVOIDABLE = {
+    "waiting for data": (DATA,),
+    "exchanging gradients": (EXCHANGE,),
+    "waiting for a slower rank": (SLOWER_RANK,),
+    "copying snapshots": (SNAPSHOT,),
+    "copying to undo a batch": (UNDO,),
+    "recovering from failures": (AGAIN, *RECOVERY),
+}
+
+
+@dataclass(frozen=True)
+class TimeSpent:
+    """The time of one replica, as measured in its worker.
+
+    Attributes:
+        of: Identifies the replica. Replicas that hold the same rank one after the other differ in it.
+        seconds: Seconds by bin since the replica got its rank.
+        unsaved_s: Seconds of useful steps since its state was last copied.
+        is_successor: True if it took over the rank in a group that continued.
+    """
+
+    of: str
+    seconds: Mapping[str, float]
+    unsaved_s: float = 0.0
+    is_successor: bool = False
+
+    @cached_property
+    def total_s(self) -> float:
+        """Sum of the seconds of all bins."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class TimeLedger:
+    """The time of every rank of a trainer, by what it was spent on.
+
+    Attributes:
+        ranks: Seconds by bin, for each rank that has reported. They add up to the time that the rank has existed.
+        notes: Sentences about what the ledger leaves out.
+    """
+
+    ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def of(self, rank: int) -> Mapping[str, float]:
+        """Return the seconds of a rank by bin.
+
+        Raises:
+            ValueError: The rank has not reported yet.
+        """
+        if rank in self.ranks:
+            return self.ranks[rank]
+        known = f"known are {sorted(self.ranks)}" if self.ranks else "no rank has told anything yet"
+        raise ValueError(f"`rank={rank!r}` has no ledger: {'; '.join([known, *self.notes])}.")
+
+    def total(self) -> dict[str, float]:
+        """Return the seconds of all ranks together by bin, without empty bins."""
+        return dict(self._total)
+
+    @cached_property
+    def _total(self) -> dict[str, float]:
+        sums = dict.fromkeys(BINS, 0.0)
+        for seconds in self.ranks.values():
+            for name in seconds.keys() & sums.keys():
+                sums[name] += seconds[name]
+        return {name: seconds for name, seconds in sums.items() if seconds > 0}
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of all ranks together in training calls, recoveries included."""
+        return seconds_in_calls(self.total())
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the time in training calls that was not lost to failures or spent on guarding against them.
+
+        None before the first training call.
+        """
+        return goodput_of(self.total())
+
+    def largest_avoidable(self) -> tuple[str, float] | None:
+        """Return the largest avoidable cost of the training calls, in words, and its share of their time."""
+        total = self.total()
+        inside = seconds_in_calls(total)
+        if not inside:
+            return None
+        shares = {words: sum(total.get(name, 0.0) for name in names) / inside for words, names in _AVOIDABLE.items()}
+        words = max(shares, key=shares.__getitem__)
+        return words, shares[words]
+
+    def __str__(self) -> str:
+        total = self.total()
+        everything = sum(total.values())
+        shares = {name: spent / everything for name, spent in total.items()}
+        parts = [f"{words} {shares[name]:.1%}" for name, words in BINS.items() if shares.get(name, 0.0) >= SHOWN_FROM]
+        goodput = self.goodput
+        head = [] if goodput is None else [f"goodput {goodput:.1%}"]
+        return "; ".join([*head, *([", ".join(parts)] if parts else []), *self.notes])
+
+
+def goodput_of(seconds: Mapping[str, float]) -> float | None:
+    """Return the share of the time in training calls that was not lost.
+
+    Examples:
+        >>> goodput_of({"useful": 8.0, "data": 1.0, "recovery_form": 1.0, "driver": 100.0})
+        0.9
+    """
+    inside = seconds_in_calls(seconds)
+    return 1.0 - sum(seconds.get(name, 0.0) for name in _LOST) / inside if inside else None
+
+
+def seconds_in_calls(seconds: Mapping[str, float]) -> float:
+    """Return the seconds in training calls, recoveries included."""
+    return sum(spent for name, spent in seconds.items() if name not in OUTSIDE)

@@ -1,0 +1,410 @@
+"""Standby workers: starting them, keeping them ready, and lending them out."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.core.engine.gathering import await_all
+from raysgd.core.engine.liveness import LivenessCheck, quiet_s
+from raysgd.core.engine.placement import Slots, note_processes
+from raysgd.core.engine.platform import Platform
+from raysgd.core.engine.policies import why_not_started
+from raysgd.core.engine.shared import replica
+from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.types import Outcome, WorkerInfo, World
+from raysgd.core.engine.worker import RemoteWorker, notes_of, pack
+from raysgd.exceptions import OnFailure
+
+logger = logging.getLogger(__name__)
+
+_ROUND_S = 0.5
+_POLL_S = 0.1
+_LOADING_S = 120.0  # loading a library on a busy machine may hold the GIL for as long
+
+
+@dataclass(frozen=True)
+class StandbyWorker:
+    """A worker that is ready to join a group."""
+
+    worker: RemoteWorker
+    info: WorkerInfo
+
+
+class Loan:
+    """A standby worker on loan: one thread uses it, and another may call it back. It runs at most one call.
+
+    Args:
+        standby_worker: The worker.
+        number: Number of the loan, larger than those of earlier loans.
+        platform: Where the worker runs.
+        spec: Says after how long a silence a worker is killed, and where its log lines go.
+
+    Attributes:
+        is_recalled: True if the group needs the worker.
+    """
+
+    def __init__(self, standby_worker: StandbyWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
+        self.standby_worker = standby_worker
+        self.is_recalled = False
+        self._worker, self._number, self._platform, self._relay = standby_worker.worker, number, platform, spec.relay
+        self._liveness: LivenessCheck[Any] = LivenessCheck(
+            spec.heartbeat_s, lambda worker, call: platform.outcome(-1, call), platform.now
+        )
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._has_ended = False
+
+    def run_call(
+        self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
+    ) -> Outcome | None:
+        """Run `function(replica, number, *args)`, which gives up between two batches if the loan is recalled.
+
+        Args:
+            function: What to run.
+            make_args: Makes the arguments.
+            on_wait: Called regularly during the call. If it or `make_args` raises, the loan ends.
+
+        Returns:
+            The outcome of the call; None if the worker was lost or recalled.
+        """
+        try:
+            with OnFailure(self.recall):
+                packed = pack(function, False, None, (self._number, *make_args()))
+                with self._lock:  # a call sent after the recall would change a member of the group
+                    if self.is_recalled:
+                        return None
+                    self._call = self._worker.submit("on_packed", *packed)
+                while not self._platform.ready([self._call], _ROUND_S):
+                    on_wait()
+                    self._liveness.ask([self._worker], lambda worker: worker.submit("describe"))
+                    if self._liveness.poll()[1]:
+                        self._worker.kill()
+                        self._platform.kill_process(self.standby_worker.info)
+                found = self._platform.outcome(-1, self._call)
+        finally:
+            self._has_ended = True
+        self._relay.tell({"spare": notes_of(found)})
+        is_left = self.is_recalled if not found.ok else found.value.value is None
+        return None if is_left or found.has_died else found
+
+    def recall(self) -> None:
+        """Make the call give up, or keep it from starting. May be called from any thread."""
+        with self._lock:
+            self.is_recalled = True
+            if self._call is not None:
+                self._worker.submit("beside", replica.leave_call, self._number)
+
+    @property
+    def call(self) -> Any:
+        """The call; None if none was started."""
+        return self._call
+
+    @property
+    def is_over(self) -> bool:
+        """True if no call is running or will start."""
+        is_free = self._call is None or self._platform.outcome(-1, self._call).answered
+        return is_free and (self._has_ended or self.is_recalled)
+
+    @property
+    def has_died(self) -> bool:
+        """True if the worker died in its call."""
+        return self._call is not None and self._platform.outcome(-1, self._call).has_died
+
+
+class StartupCheck:
+    """Kills workers that freeze while they start or wait, so that nothing waits for them forever.
+
+    It asks the workers for signs of life, whatever else they do. Silence counts from a worker's first answer on, or, if
+    it has never answered, from the time when Ray knows its process. Before that, the process may not exist yet.
+
+    Args:
+        platform: Where the workers run.
+        heartbeat_s: A worker that does not answer for so long is killed, but not before a library can have loaded.
+
+    Attributes:
+        lost: Workers that the last `poll` found dead or killed.
+    """
+
+    def __init__(self, platform: Platform, heartbeat_s: float) -> None:
+        self._platform, self._now = platform, platform.now
+        self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
+            max(heartbeat_s, _LOADING_S), lambda worker, call: platform.outcome(-1, call), platform.now
+        )
+        self._workers: list[RemoteWorker] = []
+        self._infos: dict[RemoteWorker, WorkerInfo] = {}
+        self._next_round = self._now()
+        self.lost: list[RemoteWorker] = []
+
+    def watch_worker(self, worker: RemoteWorker) -> None:
+        """Start checking `worker`."""
+        self._workers.append(worker)
+        self._ask([worker])
+
+    def remove(self, worker: RemoteWorker) -> None:
+        """Stop checking `worker`, because a group has it or it was killed."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+            self._infos.pop(worker, None)
+            self._liveness.remove(worker)
+
+    def poll(self) -> None:
+        """Read the answers, kill silent workers, and ask again if that is due. Call it regularly."""
+        answers, silent = self._liveness.poll()
+        self.lost = [worker for worker, found in answers if found.has_died]
+        for worker, found in answers:
+            if found.ok:
+                self._infos[worker] = found.value
+        for worker, _ in silent:
+            if worker in self._infos:
+                self._end(worker, self._infos[worker])
+                self.lost.append(worker)
+            elif (info := self._platform.find_process(worker)) is not None:  # it may have been made just now
+                self._infos[worker] = info
+        if self._now() >= self._next_round:
+            self._next_round = self._now() + self._liveness.round_s(len(self._workers))
+            self._ask(self._workers)
+
+    def _end(self, worker: RemoteWorker, info: WorkerInfo) -> None:
+        logger.warning(
+            "a worker (process %s on node %s) that no group has did not respond; stopping it", info.pid, info.node_ip
+        )
+        self.remove(worker)
+        worker.kill()
+        self._platform.kill_process(info)
+
+    def _ask(self, workers: list[RemoteWorker]) -> None:
+        self._liveness.ask(workers, lambda worker: worker.submit("describe"))
+
+
+@dataclass
+class Replacements:
+    """The number of workers that may still replace others that died while a group started."""
+
+    num_left: int = 0
+
+
+class StandbyWorkers:
+    """Gets workers ready while a group runs or starts. Logs their errors and never raises them.
+
+    Attributes:
+        replacements: How many dead workers may still be replaced. Shared by all attempts to start a group.
+    """
+
+    def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
+        self._spec, self._slots, self._platform = spec, slots, platform
+        self._startup = StartupCheck(platform, spec.heartbeat_s)
+        self._coming: list[tuple[RemoteWorker, Any]] = []
+        self._ready: list[StandbyWorker] = []
+        self._loans: list[Loan] = []
+        self._num_loans = 0
+        self._world_size = 1
+        self._is_cancelled = False
+        self._polling = threading.Lock()
+        self.replacements = Replacements()
+
+    @property
+    def num_coming(self) -> int:
+        """Number of workers that are getting ready."""
+        self.look_after()
+        return len(self._coming)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of workers that could step in now, including those on loan."""
+        self.look_after()
+        return len(self._ready) + len(self._loans)
+
+    @property
+    def num_all(self) -> int:
+        """Number of all standby workers."""
+        return self.num_coming + self.num_ready
+
+    def start_more(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+        """Start up to `count` more workers if reserved slots are free for them. Return how many were started.
+
+        Args:
+            count: Number of workers wanted in addition to those that are starting or ready.
+            world_size: Size of the group for which they get ready.
+            avoid: Nodes that are probably lost, or going away.
+        """
+        self.kill_on(avoid)
+        self._world_size = world_size
+        slots = self._slots.take_usable(count, avoid)
+        make_replica = None if self._spec.renews else self._spec.make_replica
+        for index, slot in enumerate(slots):
+            world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
+            worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
+            call = worker.submit("prepare_standby", self._spec.initialization_hook, world, make_replica)
+            self._coming.append((worker, call))
+            self._startup.watch_worker(worker)
+        return len(slots)
+
+    def replace(self, num_lost: int, world_size: int) -> None:
+        """Start workers in place of those that died while they started, as many as are still allowed."""
+        if not self._is_cancelled:
+            left = self.replacements
+            left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
+
+    def take_ready(
+        self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
+    ) -> list[StandbyWorker]:
+        """Return up to `count` ready workers. Wait up to `timeout_s` for those that are getting ready.
+
+        `on_wait` is called regularly during the wait.
+        """
+        deadline = self._platform.now() + timeout_s
+        self.kill_unresponsive()
+        self._recall(count - len(self._ready))
+        while len(self._ready) < count and self._coming and self._platform.now() < deadline and not self._is_cancelled:
+            self._platform.any_ready([call for _, call in self._coming], min(_POLL_S, deadline - self._platform.now()))
+            on_wait()
+            self.look_after()
+        taken = [each for each in self._ready[:count] if _take_out(self._ready, each)]
+        for each in taken:
+            self._startup.remove(each.worker)
+        return taken
+
+    def take_needed(
+        self, count: int, most: int, on_wait: Callable[[], None] | None = None
+    ) -> list[StandbyWorker] | None:
+        """Return `count` ready workers as soon as there are so many; None if there will not be.
+
+        Returns up to `most` if more are ready by then.
+        """
+        taken = self.take_ready(max(0, count), math.inf, on_wait or self.look_after)
+        if len(taken) >= count:
+            return taken + self.take_ready(max(0, most - len(taken)))
+        for each in taken:
+            self.kill(each.worker)
+        return None
+
+    def lend(self) -> Loan | None:
+        """Lend a ready worker; return None if there is none. The group can still call it back."""
+        with self._polling:  # wait for other threads, because a dead worker counts as a spare until it is taken back
+            self._see_to_all()
+        if not self._ready:
+            return None
+        self._num_loans += 1
+        loan = Loan(self._ready.pop(), self._num_loans, self._platform, self._spec)
+        self._loans.append(loan)
+        return loan
+
+    def _recall(self, count: int) -> None:
+        """Recall up to `count` workers on loan. One that does not leave its call in time stays on loan."""
+        loans = self._loans[: max(0, count)]
+        for loan in loans:
+            loan.recall()
+        calls = [loan.call for loan in loans if loan.call is not None]
+        if calls:
+            await_all(self._platform, calls, self._spec.settle_timeout_s)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Take back the workers whose call is over, and kill those that died in it."""
+        for loan in [each for each in self._loans if each.is_over]:
+            if not _take_out(self._loans, loan):
+                continue
+            if loan.has_died:
+                self.kill(loan.standby_worker.worker)
+            else:
+                self._ready.append(loan.standby_worker)
+
+    @property
+    def _idle(self) -> list[StandbyWorker]:
+        """Ready workers and workers on loan."""
+        return [*self._ready, *(loan.standby_worker for loan in self._loans)]
+
+    def cancel(self) -> None:
+        """Stop all waits for standby workers. Called from another thread."""
+        self._is_cancelled = True
+
+    def kill_on(self, node_ids: frozenset[str]) -> None:
+        """Kill workers on nodes that are going away, including those that are still getting ready."""
+        self._drop([each for each in self._idle if each.info.node_id in node_ids])
+        for each in [*self._coming] if node_ids else ():
+            if self._slots.node_of(each[0].slot) in node_ids and _take_out(self._coming, each):
+                self.kill(each[0])
+
+    def kill_all(self) -> None:
+        """Kill all standby workers."""
+        coming, self._coming = self._coming, []
+        self._drop(self._idle)
+        for worker, _ in coming:
+            self.kill(worker)
+
+    def look_after(self) -> None:
+        """Check which workers are ready and which have frozen. Call it regularly while workers get ready.
+
+        May be called from any thread, because programs may request a status at any time.
+        """
+        if not self._polling.acquire(blocking=False):  # another thread is already doing it
+            return
+        try:
+            self._see_to_all()
+        finally:
+            self._polling.release()
+
+    def _see_to_all(self) -> None:
+        self._startup.poll()
+        self._take_back()
+        for each in [*self._ready]:
+            if each.worker in self._startup.lost and _take_out(self._ready, each):
+                logger.warning("new worker (process %s) died", each.info.pid)
+                self.kill(each.worker)
+        num_died = 0
+        for worker, call in [*self._coming]:
+            result = self._platform.outcome(-1, call)
+            if not (result.answered and _take_out(self._coming, (worker, call))):
+                continue
+            self._spec.relay.tell({"new worker": notes_of(result)})
+            if result.failure is not None:
+                logger.warning("a new worker failed to start: %s", why_not_started(result.failure))
+                self.kill(worker)
+                num_died += result.failure.kind == "died"
+            else:
+                note_processes([result.value.value])
+                self._ready.append(StandbyWorker(worker, result.value.value))
+        if num_died:
+            self.replace(num_died, self._world_size)
+
+    def kill_unresponsive(self) -> None:
+        """Kill ready workers that do not answer any more. Between calls, nothing else checks them."""
+        self.look_after()
+        idle = self._idle
+        if not idle:
+            return
+        calls = [each.worker.submit("describe") for each in idle]
+        await_all(self._platform, calls, quiet_s(self._spec.heartbeat_s))
+        answers = [self._platform.outcome(-1, call) for call in calls]
+        for standby_worker, answer in zip(idle, answers, strict=True):
+            if not answer.ok:
+                logger.warning("new worker (process %s) died", standby_worker.info.pid)
+                self._drop([standby_worker])
+                if not answer.answered:
+                    self._platform.kill_process(standby_worker.info)  # it may be stopped (SIGSTOP)
+
+    def _drop(self, idle: Sequence[StandbyWorker]) -> None:
+        for each in idle:
+            lent = [loan for loan in self._loans if loan.standby_worker == each and _take_out(self._loans, loan)]
+            if lent or _take_out(self._ready, each):
+                self.kill(each.worker)
+
+    def kill(self, worker: RemoteWorker) -> None:
+        """Kill a worker, also one that was taken but is not needed."""
+        self._startup.remove(worker)
+        worker.kill()
+        self._slots.give_back(worker.slot)
+
+
+def _take_out(items: list[Any], item: Any) -> bool:
+    """Remove an item from a list. Return False if another thread has done so."""
+    try:
+        items.remove(item)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,260 @@
+"""The result of `trainer.status()`, which prints as text and shows as a card in a notebook."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from raysgd.core.engine.shared.group_events import GroupEvent, GroupHistory
+from raysgd.core.engine.shared.time_spent import TimeLedger
+from raysgd.core.engine.shared.types import DataLedger, Heartbeat, WorkerInfo
+from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
+from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
+from raysgd.core.text.log_lines import listed
+
+_STRAGGLES = 1.2  # own time of a straggler, relative to the median of the others
+_MOST_ALONE = 16  # more workers are shown in groups
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """The state of one worker.
+
+    Attributes:
+        rank: Its rank.
+        node: Address of its node.
+        pid: ID of its process.
+        heartbeat: Its last heartbeat; None if it did not answer.
+    """
+
+    rank: int
+    node: str
+    pid: int
+    heartbeat: Heartbeat | None
+
+    @property
+    def own_s(self) -> float | None:
+        """Seconds of the current or last training call that the worker spent on its own work rather than on waiting.
+
+        None if that was not measured, or if the worker did not answer.
+        """
+        return self.heartbeat.own_s if self.heartbeat is not None else None
+
+
+@dataclass(frozen=True)
+class SnapshotStatus:
+    """The snapshot that a restart would start from.
+
+    Attributes:
+        age_s: Seconds since it reached the driver.
+        num_calls_since: Number of completed calls that would be repeated after it.
+        is_inside: True if it was taken inside a call.
+        replay_s: How long these calls took.
+        has_newer: True if a newer snapshot is on its way. Until it arrives, only workers have its state.
+    """
+
+    age_s: float
+    num_calls_since: int
+    is_inside: bool
+    replay_s: float = 0.0
+    has_newer: bool = False
+
+    def __str__(self) -> str:
+        where = "inside a call" if self.is_inside else "between calls"
+        calls = "1 call" if self.num_calls_since == 1 else f"{self.num_calls_since} calls"
+        behind = f", {calls} ({self.replay_s:.1f} s) since" if self.num_calls_since else ""
+        newer = ", a newer one is on its way" if self.has_newer else ""
+        return f"{self.age_s:.0f} s old, taken {where}{behind}{newer}"
+
+
+@dataclass(frozen=True, repr=False)
+class TrainerStatus:
+    """The state of a trainer.
+
+    Attributes:
+        workers: The workers, in rank order.
+        num_wanted: Number of workers that the trainer wants.
+        num_spares: Number of workers that wait to step in.
+        samples_per_s: Throughput of the current or last training call; None before the first.
+        straggler: The rank that the others wait for; None if no rank is clearly slower, or if that was not measured.
+        data: Samples used in the current epoch; None if the library does not divide the data.
+        failures: Effect of each failure on the work, oldest first: where survivors continued and what became of the
+            samples, what a restart started from, or what was left if neither was possible.
+        num_failures: Number of failures from which the trainer recovered.
+        num_continued: How often survivors continued in place.
+        num_restored: How often all workers restarted.
+        num_resizes: How often the number of workers changed.
+        events: The history of the workers.
+        snapshot: The last snapshot; None if there is none yet.
+        snapshot_pace: How often snapshots are taken, in words.
+        ledger: What the time of the ranks was spent on; None if not measured.
+        global_batch: Size of a step in words, if it depends on the number of workers; otherwise empty.
+        has_session_ended: True if the workers ended with their Ray session.
+    """
+
+    workers: tuple[WorkerStatus, ...]
+    num_wanted: int
+    num_spares: int
+    samples_per_s: float | None
+    straggler: int | None
+    data: DataLedger | None
+    failures: tuple[str, ...]
+    num_failures: int
+    num_continued: int
+    num_restored: int
+    num_resizes: int
+    events: tuple[GroupEvent, ...]
+    snapshot: SnapshotStatus | None
+    snapshot_pace: str = ""
+    ledger: TimeLedger | None = None
+    global_batch: str = ""
+    has_session_ended: bool = False
+
+    @property
+    def state(self) -> str:
+        """One word: "running" during a call, "idle" between calls, "ended" after the end of the Ray session."""
+        phases = {each.heartbeat.phase for each in self.workers if each.heartbeat is not None}
+        return "ended" if self.has_session_ended else "running" if phases - {"idle", "between calls"} else "idle"
+
+    def __str__(self) -> str:
+        lines = [f"  rank {row[0]}: {', '.join(row[1:])}" for row in self._worker_rows()]
+        lines += [f"  {_at(event)} {event}" for event in self.events]
+        return "\n".join([*named_lines(self._rows()), *(fitted(line, indent=4) for line in lines)])
+
+    def __repr__(self) -> str:
+        """Return the text, because a Python prompt shows the `repr`, and all fields would take pages."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self.as_card("Trainer")
+
+    def as_card(self, title: str) -> str:
+        """Return the card as HTML, with a title."""
+        workers = grid(
+            ("rank", "node", "process", "doing", "own time"), self._worker_rows(), "raysgd-grid raysgd-words"
+        )
+        history = folded(f"history ({len(self.events)})", [f"{_at(event)} {event}" for event in self.events])
+        return card(title, two_column_table(self._rows()), workers, history)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
+        failures = "failure" if self.num_failures == 1 else "failures"
+        workers = f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"
+        rows = [
+            ("state", self.state),
+            ("workers", "its Ray session has ended" if self.has_session_ended else workers),
+            ("throughput", speed if self.straggler is None else f"{speed}; the others wait for rank {self.straggler}"),
+            (
+                "recoveries",
+                f"{self.num_failures} {failures}: {self.num_continued} continued in place, "
+                f"{self.num_restored} restored",
+            ),
+        ]
+        if self.global_batch:
+            rows.append(("batch", self.global_batch))
+        if self.data is not None:
+            rows.append(("data", str(self.data)))
+        snapshot = "; ".join(filter(None, [str(self.snapshot or ""), self.snapshot_pace]))
+        if snapshot:
+            rows.append(("snapshot", snapshot))
+        if self.ledger is not None:
+            rows.append(("time", str(self.ledger)))
+        return rows
+
+    def _worker_rows(self) -> list[tuple[str, ...]]:
+        return [_row(workers) for workers in self._shown_together()]
+
+    def _shown_together(self) -> list[list[WorkerStatus]]:
+        """Group workers that do the same thing, except the straggler. A few workers are not grouped."""
+        if len(self.workers) <= _MOST_ALONE:
+            return [[worker] for worker in self.workers]
+        alike: dict[Any, list[WorkerStatus]] = {}
+        for worker in self.workers:
+            place = (worker.heartbeat.phase, worker.heartbeat.epoch) if worker.heartbeat is not None else None
+            alike.setdefault((worker.rank == self.straggler, place), []).append(worker)
+        return list(alike.values())
+
+
+def find_straggler(own_s: Sequence[float | None]) -> int | None:
+    """Return the rank whose own work takes clearly longest, so that the others wait for it; None if there is none."""
+    known = [seconds for seconds in own_s if seconds is not None]
+    if len(known) < len(own_s) or len(known) < 2:
+        return None
+    slowest = max(range(len(known)), key=known.__getitem__)
+    others = known[:slowest] + known[slowest + 1 :]
+    return slowest if known[slowest] > _STRAGGLES * median(others) else None
+
+
+def compose(
+    *,
+    infos: Sequence[WorkerInfo],
+    heartbeats: Mapping[int, Heartbeat],
+    num_wanted: int,
+    num_spares: int,
+    samples_per_s: float | None,
+    history: GroupHistory,
+    snapshots: Snapshots,
+    pace: SnapshotPace | None = None,
+    has_session_ended: bool = False,
+) -> TrainerStatus:
+    """Combine what the parts of a trainer know into its status."""
+    workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
+    ledgers = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
+    return TrainerStatus(
+        workers=workers,
+        num_wanted=num_wanted,
+        num_spares=num_spares,
+        samples_per_s=samples_per_s,
+        straggler=find_straggler([worker.own_s for worker in workers]),
+        data=ledgers[0] if ledgers else None,  # the ledgers of all ranks are equal, up to a step
+        failures=tuple(event.detail for event in history.events if event.is_failure and event.detail),
+        num_failures=history.num_failures,
+        num_continued=history.count("continued"),
+        num_restored=history.count("restored"),
+        num_resizes=sum(event.old_size != event.new_size for event in history.events if event.kind != "started"),
+        events=tuple(history.events),
+        snapshot=_snapshot_status(snapshots),
+        snapshot_pace=pace.words() if pace is not None else "",
+        has_session_ended=has_session_ended,
+    )
+
+
+def _snapshot_status(snapshots: Snapshots) -> SnapshotStatus | None:
+    if snapshots.landed_at is None:
+        return None
+    age_s, num_calls = time.monotonic() - snapshots.landed_at, len(snapshots.calls_since)
+    return SnapshotStatus(age_s, num_calls, snapshots.is_inside, snapshots.calls_since_s, snapshots.is_coming)
+
+
+def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
+    """Return a table row for workers that do the same thing: ranks, nodes, processes, activity, own time."""
+    nodes = list(dict.fromkeys(worker.node for worker in workers))
+    own_s = sorted(worker.own_s for worker in workers if worker.own_s is not None)
+    return (
+        listed([worker.rank for worker in workers]),
+        nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes",
+        str(workers[0].pid) if len(workers) == 1 else f"{len(workers)} processes",
+        _doing([worker.heartbeat for worker in workers if worker.heartbeat is not None]),
+        f"{_span([f'{seconds:.2f}' for seconds in own_s])} s" if own_s else "-",
+    )
+
+
+def _doing(heartbeats: Sequence[Heartbeat]) -> str:
+    """Return the activity of workers that are in the same phase of the same epoch."""
+    if not heartbeats:
+        return "no answer"
+    steps = sorted(heartbeat.step for heartbeat in heartbeats if heartbeat.step >= 0)
+    step = f", step {_span([str(each) for each in steps])}" if steps else ""
+    return f"{heartbeats[0].phase}, epoch {heartbeats[0].epoch}{step}"
+
+
+def _span(numbers: Sequence[str]) -> str:
+    """Return the first and last of sorted numbers; one number if they look the same."""
+    return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _at(event: GroupEvent) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(event.at))

@@ -1,0 +1,658 @@
+"""Workers: the code that runs in a worker's process, and the driver's handles on local and remote ones."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from bdb import BdbQuit
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
+
+from raysgd.core.engine.call_lines import ARE_POSSIBLE, LARGEST, Line, LineCall, LineEnd
+from raysgd.core.engine.keeper import CallNumber, keeper
+from raysgd.core.engine.placement import Slot, session
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.faults import describe_fault
+from raysgd.core.engine.shared.replica import Capture, Replica, ReplicaFactory
+from raysgd.core.engine.shared.types import (
+    LOOPBACK,
+    Failure,
+    FailureKind,
+    HeldAtStep,
+    Outcome,
+    Rendezvous,
+    ReplicaProgress,
+    StateHandover,
+    WorkerInfo,
+    World,
+)
+from raysgd.core.imports import pickle_modules_by_name
+from raysgd.core.text import log_lines
+from raysgd.core.text.log_lines import WorkerLogLine
+from raysgd.exceptions import UnpicklableError
+
+logger = logging.getLogger(__name__)
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+_RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # what Ray makes `breakpoint()` call
+_FOLDER = "/dev/fd"
+_RAYLET = "/raylet"  # the path of the raylet's socket ends with it
+
+
+class WorkerFailed(Exception):
+    """Carries a worker's failure to the driver. It is raised so that Ray returns to the driver at once."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:  # short, because Ray repeats it in the text of its own exception
+        return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
+
+
+@dataclass(frozen=True)
+class WorkerAnswer:
+    """The value of a call, this rank's part of a snapshot if requested, and the worker's log lines (`notes`)."""
+
+    value: Any
+    capture: Capture | None = None
+    notes: tuple[WorkerLogLine, ...] = ()
+
+
+def with_rank(found: Outcome) -> Outcome:
+    """Return the outcome with its rank filled in if the worker did not know its rank yet."""
+    failure = found.failure
+    if failure is None or failure.fault.rank >= 0:
+        return found
+    return replace(found, failure=replace(failure, fault=replace(failure.fault, rank=found.rank)))
+
+
+def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
+    """Return the lines that a worker logged up to this outcome."""
+    if found.failure is not None:
+        return found.failure.notes
+    return found.value.notes if isinstance(found.value, WorkerAnswer) else ()
+
+
+def packed_bytes(what: str, value: Any) -> bytes:
+    """Return `value` pickled for a worker.
+
+    Raises:
+        UnpicklableError: It cannot be pickled. The message begins with `what`.
+    """
+    from ray import cloudpickle
+
+    try:
+        try:
+            packed: bytes = cloudpickle.dumps(value, protocol=5)
+        except TypeError:
+            pickle_modules_by_name()
+            packed = cloudpickle.dumps(value, protocol=5)
+    except Exception as error:  # pickling an object of the user may raise anything
+        reason = str(error).strip().partition("\n")[0][:300].rstrip(".") or type(error).__name__
+        raise UnpicklableError(
+            f"{what} cannot be sent to the workers, because something in it cannot be pickled: {reason}. "
+            "Omit what belongs to this process (locks, open files, connections, generators, datasets of TensorFlow), "
+            "and make it there, such as in `setup`, or in the creator function that needs it."
+        ) from error
+    return packed
+
+
+@dataclass(frozen=True)
+class SentData:
+    """Data of a call on its way to a detached trainer. There each call gets its own copy, with the same `identity`.
+
+    Attributes:
+        argument: Name of the argument.
+        data: The data in the program.
+        token: Identifies the data in the process of the detached trainer.
+    """
+
+    argument: str
+    data: Any
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.argument, self.data, self.token)
+
+
+_RECEIVED: dict[str, tuple[Any, str]] = {}  # by argument: the data that came last, and its token
+
+
+def _received(argument: str, data: Any, token: str) -> Any:
+    _RECEIVED[argument] = data, sys.intern(token)
+    return data
+
+
+def identity(data: Any) -> Any:
+    """Return an object that is the same for all calls with the same data: the data, or the token of a copy."""
+    return next((token for received, token in _RECEIVED.values() if received is data), data)
+
+
+def is_sendable(value: Any) -> bool:
+    """Return True if a value can be sent to a worker."""
+    try:
+        packed_bytes("it", value)
+    except UnpicklableError:
+        return False
+    return True
+
+
+def pack(
+    function: Callable[..., Any],
+    capture: bool,
+    landed: int | None,
+    args: Sequence[Any],
+    number: CallNumber | None = None,
+) -> tuple[Any, ...]:
+    """Return a call as arguments of `WorkerProcess.on_packed`. It is pickled once for any number of workers.
+
+    Object references are not pickled with it; only their positions are. Ray itself passes their objects to the worker.
+    """
+    from ray import ObjectRef
+
+    places = [place for place, arg in enumerate(args) if isinstance(arg, ObjectRef)]
+    plain = [None if place in places else arg for place, arg in enumerate(args)]
+    packed = packed_bytes("What the call is given", (function, capture, landed, plain, places, number))
+    return packed, *(args[place] for place in places)
+
+
+def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
+    """Return the answer to a call. If the call is over, add a copy of the state if requested."""
+    part = None
+    if capture and not isinstance(value, HeldAtStep):
+        began = time.perf_counter()
+        part = cast(Replica, process._replica).capture(landed)
+        part = replace(part, seconds=time.perf_counter() - began)
+    return WorkerAnswer(value, part, log_lines.drain() if process._is_remote else ())
+
+
+def _guarded(method: MethodT) -> MethodT:
+    """Decorate a method of `WorkerProcess`: its exceptions become failures of the call."""
+
+    @wraps(method)
+    def guarded(self: WorkerProcess, *args: Any, **kwargs: Any) -> Any:
+        self._busy_thread = threading.get_ident()
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:  # user code runs here, and whatever it raises is the answer
+            if not self._is_from_call(error):
+                raise
+            failure = self._failure(error)
+        return self._fail(failure)
+
+    return cast(MethodT, guarded)
+
+
+def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """Replace `breakpoint()` in a worker, where Ray would wait forever for a debugger."""
+    raise BdbQuit
+
+
+class WorkerProcess:
+    """Hosts one replica, in a Ray actor, or in the driver for a local worker."""
+
+    def __init__(
+        self, connection: Connection, num_threads: int | None, is_remote: bool = True, log_level: int | None = None
+    ) -> None:
+        if log_level is not None:
+            log_lines.collect(log_level)
+        if is_remote and "RAY_DEBUG" not in os.environ and os.environ.get("PYTHONBREAKPOINT") == _RAYS_BREAKPOINT:
+            os.environ["PYTHONBREAKPOINT"] = f"{__name__}.{refuse_breakpoint.__name__}"
+        self._connection = connection
+        self._num_threads = num_threads
+        self._is_remote = is_remote
+        self._world = World(rank=-1, size=0)
+        self._replica: Replica | None = None
+        self._busy_thread: int | None = None
+        self._number: CallNumber | None = None
+        self._reply: WorkerAnswer | Failure | None = None
+
+    def describe(self) -> WorkerInfo:
+        """Return where this worker runs. Answered while a call runs, so it is also a sign of life."""
+        return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
+
+    @_guarded
+    def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
+        """Run the user's hook, then load the framework. Return where this worker runs."""
+        return self._prepare(initialization_hook)
+
+    def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
+        if self._num_threads is not None:
+            self._connection.limit_threads(self._num_threads)
+        if initialization_hook is not None:
+            initialization_hook()
+        if self._is_remote:
+            self._connection.load()
+            gc.freeze()  # imported modules never become garbage
+            gc.enable()
+        else:
+            self._connection.load_in_driver()
+        return self.describe()
+
+    @_guarded
+    def open_endpoint(self, host: str, rank: int) -> int:
+        """Leave the current group, if any, and listen for the ranks of the next one. Return the port."""
+        if self._replica is not None or self._world.size:  # a standby worker, or one that failed to join
+            self._connection.leave()
+        return self._connection.open_endpoint(host, rank)
+
+    @_guarded
+    def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
+        """Join the group and build the replica, in place of a previous one."""
+        self._world = world
+        if self._replica is not None:
+            self._end_replica()
+            gc.collect()  # the new replica may need its memory
+        self._connection.join(rendezvous, world)
+        self._replica = make_replica(world)
+        return _answer(self, self._replica.setup(), capture, None)
+
+    @_guarded
+    def prepare_standby(
+        self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
+    ) -> WorkerAnswer:
+        """Get ready to step in: do all that a rank does before it joins, in a group of its own.
+
+        Without `make_replica`, the replica is built only after the worker has joined a group.
+
+        Returns:
+            Where this worker runs.
+        """
+        info = self._prepare(hook)
+        if make_replica is not None:
+            alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
+            self._connection.join(alone, World(rank=0, size=1), even_alone=True)
+            replica: Any = make_replica(world)
+            self._replica = replica
+            replica.setup()
+            replica.warm_up()
+            self._world = World(rank=0, size=1)
+        return WorkerAnswer(info, notes=log_lines.drain())
+
+    @_guarded
+    def leave_group(self, host: str) -> tuple[ReplicaProgress, int | None]:
+        """Leave the group, even if it is broken, and listen at `host` for the ranks of the next one.
+
+        Returns:
+            The replica's progress and the port; None for the port if the worker has to know its rank to listen.
+        """
+        connection, replica = self._connection, self.replica
+        connection.leave_for_another()
+        progress: ReplicaProgress = cast(Any, replica).replica_progress()
+        return progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None
+
+    @_guarded
+    def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
+        """Join a new group and continue in it. Return the replica's facts."""
+        self._world = world
+        self._connection.join(rendezvous, world, even_alone=True)
+        replica: Any = self.replica
+        return replica.regroup(world, handover)
+
+    @_guarded
+    def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
+        """Run `function(replica, *args)`. If `capture` is set, copy the state right after it."""
+        return _answer(self, function(self.replica, *args), capture, landed)
+
+    def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
+        """Run a call that `pack` made. `values` are the objects that it left out.
+
+        A call whose number this worker has already seen is not run again; a process that has died sent it before.
+        """
+        return self._told(_reply_of(self, packed, values))
+
+    def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
+        """Run a call and answer it over a line. Then run the calls that arrive over the line, until it ends.
+
+        Returns:
+            The last answer if it cannot be sent over the line.
+        """
+        line = LineEnd(name)
+        try:
+            message: bytes | None = packed
+            while message is not None:
+                reply = _reply_of(self, message)
+                self._busy_thread = _NO_THREAD  # before the driver gets the answer and asks what is running
+                if isinstance(reply, Failure) or not line.answer(reply):
+                    return self._told(reply)
+                message = line.next()
+            return None
+        finally:
+            line.hang_up()
+
+    def _told(self, reply: WorkerAnswer | Failure) -> WorkerAnswer:
+        return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
+
+    def last_call(self) -> CallNumber | None:
+        """Return the number of the last call that had one, running or ended. Called from another thread."""
+        return self._number
+
+    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `function(*args, **kwargs)` between calls. The caller gets its value or exception unchanged."""
+        return function(*args, **kwargs)
+
+    def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `function(replica, *args, **kwargs)` between calls. The caller gets its value or exception unchanged."""
+        return function(self.replica, *args, **kwargs)
+
+    def beside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(replica, *args)` in a second thread, possibly during a call. Return None after `close`."""
+        replica = self._replica
+        return None if replica is None else function(replica, *args)
+
+    def send(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(replica, *args)` in a third thread. For slow answers, so that no heartbeat waits for them."""
+        return self.beside(function, *args)
+
+    def relay(self, references: Sequence[Any]) -> tuple[None, Any]:
+        """Fetch the result of another worker into the object store of this node, where it outlives that worker.
+
+        The driver waits only for the first return value, so the object is not sent to the driver.
+        """
+        import ray
+
+        [value] = ray.get(list(references))
+        return None, value
+
+    def interrupt(self) -> None:
+        """End all waits for other ranks. Called from another thread."""
+        self._connection.interrupt()
+
+    def stack(self) -> str:
+        """Return the stack of the thread that runs the calls, from the replica inwards. Called from another thread."""
+        frame = sys._current_frames().get(self._busy_thread or 0)
+        if frame is None:
+            return "  no call was made yet\n" if self._busy_thread is None else "  no call is running\n"
+        frames = traceback.extract_stack(frame)
+        num_ours = max((index for index, entry in enumerate(frames, start=1) if entry.filename == __file__), default=0)
+        return "".join(traceback.format_list(frames[num_ours:] or frames))
+
+    def close(self) -> None:
+        """Shut down the replica and leave the group. Errors of a broken group do not matter any more."""
+        try:
+            self._end_replica()
+        finally:
+            self._connection.leave()
+
+    def _end_replica(self) -> None:
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.shutdown()
+
+    @property
+    def replica(self) -> Replica:
+        """The replica. There has to be one."""
+        assert self._replica is not None, "the worker has no replica yet"
+        return self._replica
+
+    def _failure(self, error: BaseException) -> Failure:
+        # A worker without others has no group to lose. A connection error is then one of the user's code.
+        has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
+        kind: FailureKind = "disconnected" if has_lost_group else "user"
+        is_brief = kind == "disconnected"  # all survivors fail like this at the same time
+        fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
+        joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
+        failure = Failure(kind, fault, log_lines.drain(), joint_work_of(error))
+        if kind == "disconnected":
+            self._connection.give_up(error)  # otherwise ranks that wait for this one would not notice
+        return failure
+
+    def _fail(self, failure: Failure) -> Any:
+        """End a call with a failure."""
+        raise WorkerFailed(failure)
+
+    def _is_from_call(self, error: BaseException) -> bool:
+        """Return True if the call raised the error. In the driver, `KeyboardInterrupt` comes from Ctrl-C instead."""
+        return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
+
+
+def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
+    """Run a call. Not a method, because users see these frames, and Ray adds one around each method of an actor."""
+    process._busy_thread = threading.get_ident()
+    number = None
+    try:
+        try:
+            function, capture, landed, args, places, number = pickle.loads(packed)
+        except ModuleNotFoundError as error:
+            raise cannot_import(error.name) from error
+        for place, value in zip(places, values, strict=True):
+            args[place] = value
+        if number is None or number != process._number:
+            process._number = process._number if number is None else number
+            reply: Any = _answer(process, function(process.replica, *args), capture, landed)
+        else:
+            reply = process._reply
+    except BaseException as error:  # user code runs here, and whatever it raises is the answer
+        if not process._is_from_call(error):
+            raise
+        reply = process._failure(error)
+    if number is not None:
+        process._reply = reply
+    return cast("WorkerAnswer | Failure", reply)
+
+
+def cannot_import(module: str | None) -> ModuleNotFoundError:
+    """Return the error for an object whose module the worker's process cannot import."""
+    message = (
+        f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
+        "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
+        'let Ray ship it: `ray.init(runtime_env={"working_dir": "..."})` or `{"py_modules": [...]}`.'
+    )
+    return ModuleNotFoundError(message, name=module)
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """A call that the driver will run itself, for the rank that is there."""
+
+    function: Callable[[], Any]
+
+    def run(self, rank: int) -> Outcome:
+        """Run the call. The exception of a failure keeps its live traceback, which a debugger can use."""
+        try:
+            return Outcome(rank, self.function())
+        except WorkerFailed as carrier:
+            return with_rank(Outcome(rank, failure=carrier.failure))
+
+
+class LocalWorker:
+    """The driver's handle on the worker in its own process: `use_local=True`.
+
+    It has the methods of a remote worker, but a call runs only when its result is gathered, in the driver's own thread.
+    A debugger can therefore stop in it.
+    """
+
+    is_local = True
+
+    def __init__(self, connection: Connection) -> None:
+        # Leave the number of threads of the driver to the user.
+        self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
+
+    def submit(self, method: str, *args: Any) -> LocalCall:
+        """Return the call. Nothing runs yet."""
+        return LocalCall(partial(getattr(self._process, method), *args))
+
+    def interrupt(self) -> None:
+        """Free a worker that waits for others to join. Called from another thread."""
+        self._process.interrupt()
+
+    @property
+    def replica(self) -> Any:
+        """The live replica."""
+        return self._process.replica
+
+    def kill(self) -> None:
+        """Close the worker; its process, the driver, lives on. Only log errors, because other workers must end too."""
+        try:
+            self._process.close()
+        except Exception as error:  # user code may raise anything
+            logger.warning("the worker in the driver failed to close: %r", error)
+
+
+class RemoteWorker:
+    """The driver's handle on a worker that is a Ray actor."""
+
+    is_local = False
+
+    def __init__(self, slot: Slot, connection: Connection, num_threads: int | None) -> None:
+        self.slot = slot
+        options, kept_by = slot.options, keeper()
+        if kept_by is not None:
+            options |= kept_by.actor_options()
+        self.name = options.get("name", "")
+        self._call: LineCall | None = None
+        self._can_attend = ARE_POSSIBLE
+        self._session = session()
+        self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Start a call and return Ray's reference to its result."""
+        if method not in _BESIDE:
+            self._hang_up()
+        return getattr(self.actor, method).remote(*args, **kwargs)
+
+    def ask(self, packed: bytes, *values: Any) -> Any:
+        """Run a packed call, like `submit("on_packed", ...)`, over a line if possible."""
+        before = self._call
+        self._can_attend = self._can_attend and (before is None or before.was_heard)
+        if values or len(packed) > LARGEST or not self._can_attend:
+            return self.submit("on_packed", packed, *values)
+        if before is not None and before.has_answer and before.line.send(packed):
+            self._call = LineCall(before.line)
+            return self._call
+        self._hang_up()
+        try:
+            self._call = LineCall(Line(lambda name: self.actor.attend.remote(name, packed)))
+        except OSError:  # a sandbox, or too many open files
+            self._can_attend = False
+            return self.submit("on_packed", packed)
+        return self._call
+
+    def _hang_up(self) -> None:
+        if self._call is not None:
+            self._call.line.hang_up()
+            self._call = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the line, which no other process can use."""
+        return {**vars(self), "_call": None}
+
+    def kill(self) -> None:
+        import ray
+
+        if self._call is not None and self._call.is_answered:  # if unanswered, another thread may be waiting for it
+            self._hang_up()
+        if session() == self._session:
+            ray.kill(self.actor, no_restart=True)
+
+
+class _HostedProcess(WorkerProcess):
+    """A worker process in an actor. It sees no GPU if Ray gave it none, whatever its node has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Collecting garbage takes a sixth of the time to import the framework. A standby worker may import it while Ray
+        # unpickles the arguments of `prepare_standby`, so collection stays off until `_prepare`.
+        gc.disable()
+        if not _gpu_ids():
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        let_go_of_ray()
+        super().__init__(*args, **kwargs)
+
+    def _fail(self, failure: Failure) -> Any:
+        """Return a lost connection, do not raise it: all survivors report it at once, and values are faster in Ray."""
+        return failure if failure.kind == "disconnected" else super()._fail(failure)
+
+
+def let_go_of_ray() -> None:
+    """Let processes that this one forks close the connection to Ray, which they do not need.
+
+    Ray notices that a worker was killed when its connection to the worker ends. A forked process would keep it open,
+    and the loss would be noticed only after `heartbeat_s`.
+    """
+    numbers = [number for number in map(int, os.listdir(_FOLDER)) if _leads_to_ray(number)]
+    os.register_at_fork(after_in_child=lambda: _drop(numbers))
+
+
+def _leads_to_ray(number: int) -> bool:
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+        return connection.family == socket.AF_UNIX and str(connection.getpeername()).endswith(_RAYLET)
+    return False
+
+
+def _drop(numbers: Sequence[int]) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in numbers:
+        os.dup2(nowhere, number, inheritable=False)  # keep the number in use, because Ray's code still refers to it
+    os.close(nowhere)
+
+
+# Each group is one thread. The group "signs" never does slow work: a worker that does not answer there is killed.
+_GROUPS = {
+    "beside": ("beside", "stack"),
+    "signs": ("describe", "interrupt", "last_call"),
+    "sending": ("send", "relay"),
+}
+_NUM_RETURNS = {"relay": 2}
+_NO_THREAD = 0
+_BESIDE = {name for names in _GROUPS.values() for name in names}
+
+
+def _actor_class() -> Any:
+    """Return the actor class. It is made on first use, to import Ray as late as possible."""
+    global _ACTOR_CLASS
+    if _ACTOR_CLASS is None:
+        import ray
+
+        members = {
+            name: ray.method(concurrency_group=group, num_returns=_NUM_RETURNS.get(name, 1))(_forwarding(name))
+            for group, names in _GROUPS.items()
+            for name in names
+        }
+        hosted = type("RaySGDWorker", (_HostedProcess,), members)
+        threads = dict.fromkeys(_GROUPS, 1)
+        options: dict[str, Any] = {"concurrency_groups": threads, "max_restarts": 0, "max_task_retries": 0}
+        _ACTOR_CLASS = ray.remote(**options)(hosted)
+    return _ACTOR_CLASS
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    """Return a copy of a method of `WorkerProcess`, which Ray may mark as its own."""
+
+    def method(self: WorkerProcess, *args: Any) -> Any:
+        return getattr(WorkerProcess, name)(self, *args)
+
+    return method
+
+
+_ACTOR_CLASS: Any = None
+
+
+def node_here() -> tuple[str, str]:
+    """Return the node ID and address of this process; without Ray, the host name and the loopback address."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ray.util.get_node_ip_address()
+    host = socket.gethostname()
+    return host, "127.0.0.1"
+
+
+def _gpu_ids() -> tuple[str, ...]:
+    """Return the GPUs that Ray assigned to this process."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ()
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))

@@ -1,0 +1,224 @@
+"""Adds up the time that replicas report, to the time of every rank since the trainer started.
+
+Ranks outlive processes: if a process is lost, another one takes its rank. What the lost process reported stays in the
+account of the rank. The time without a process counts as recovery if a training call waited for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.core.engine.shared.time_spent import (
+    AGAIN,
+    BINS,
+    DRIVER,
+    EXCHANGE,
+    REPLACE,
+    START_UP,
+    USEFUL,
+    VALIDATION_WAIT,
+    TimeLedger,
+    TimeSpent,
+    seconds_in_calls,
+)
+from raysgd.core.engine.shared.types import Heartbeat
+from raysgd.core.text.log_lines import Once, named
+
+_WARN_ABOVE = 0.2
+_WARN_AFTER_S = 60.0
+_ADVICE = {
+    "waiting for data": "load with more processes (`num_workers` of the loader), or do less for each sample",
+    "exchanging gradients": "make the batches larger, or accumulate gradients over several",
+    "waiting for a slower rank": "`trainer.status()` names the rank; give all ranks alike machines and data",
+    "copying snapshots": "copy less often: a larger `snapshot_every_n_steps`",
+    "copying to undo a batch": "`Recovery(undo=False)` copies nothing, and restarts from the snapshot instead",
+    "recovering from failures": "`spare_workers=1` shortens recoveries",
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Account:
+    """The time of one rank.
+
+    Attributes:
+        since: When the rank first existed, on the clock of the driver.
+        seconds: Seconds by bin.
+        newest: The last report of its present process.
+        waited_in: The bin for the time until this process had the rank.
+    """
+
+    since: float
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BINS, 0.0))
+    newest: TimeSpent | None = None
+    waited_in: str = START_UP
+
+    @property
+    def told_until(self) -> float:
+        return self.since + sum(self.seconds.values())
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+
+class Accounts:
+    """Adds up the time that replicas report.
+
+    Args:
+        clock: Returns seconds. Only differences are used.
+        used: Options that the user already sets, so that warnings do not recommend them.
+
+    Examples:
+        >>> clock = iter([0.0, 5.0]).__next__
+        >>> accounts = Accounts(clock)
+        >>> accounts.note_times({0: Heartbeat(time=TimeSpent("a", {"useful": 3.0}))})
+        >>> dict(accounts.ledger().total())
+        {'useful': 3.0, 'start_up': 2.0}
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, used: Collection[str] = ()) -> None:
+        self._clock, self._used = clock, used
+        self._began = clock()
+        self._accounts: dict[int, _Account] = {}
+        self._known: dict[str, TimeSpent] = {}
+        self._has_trained = self._is_over = False
+        self._call = math.inf, math.inf  # when the last training call began and ended
+        self._waited_s = 0.0
+        self._once = Once()
+        self._lock = threading.Lock()  # `status` may be called from any thread
+
+    def begin_call(self) -> None:
+        """Note that a training call begins."""
+        self._has_trained, self._call = True, (self._clock(), math.inf)
+
+    def end_call(self) -> None:
+        """Note that a training call has ended, and that its ranks have reported their time."""
+        self._call = self._call[0], self._clock()
+
+    @contextmanager
+    def waiting_for_validation(self) -> Iterator[None]:
+        """Count the time of the block as waiting: all ranks wait for a validation that runs elsewhere."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._waited_s += self._clock() - began
+
+    def kept(self) -> Any:
+        """Return the reports of the ranks, for accounts in another process."""
+        with self._lock:
+            return time.time(), self._clock(), dict(self._accounts), dict(self._known), self._waited_s
+
+    def take_over(self, kept: Any) -> None:
+        """Continue the accounts of another process. Its clock may differ."""
+        at, read, self._accounts, self._known, self._waited_s = kept
+        later_s = self._clock() - read - (time.time() - at)
+        for account in self._accounts.values():
+            account.since += later_s
+
+    def in_calls(self) -> dict[int, float]:
+        """Return the seconds in training calls that each rank has reported."""
+        with self._lock:
+            return {rank: seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
+
+    def note_end(self) -> None:
+        """Note that the trainer was shut down."""
+        self._is_over = True
+
+    def note_times(self, told: Mapping[int, Heartbeat]) -> None:
+        """Take in the times that ranks report, if they measure them."""
+        with self._lock:
+            now = self._clock()
+            for rank, heartbeat in told.items():
+                if heartbeat.time is not None:
+                    self._note(rank, heartbeat.time, now)
+            for heartbeat in told.values():  # only after all: two ranks may have changed places
+                spent = heartbeat.time
+                before = None if spent is None else self._known.get(spent.of)
+                if spent is not None and (before is None or spent.total_s > before.total_s):
+                    self._known[spent.of] = spent
+
+    def _note(self, rank: int, spent: TimeSpent, now: float) -> None:
+        account = self._accounts.get(rank)
+        if account is None:
+            account = self._accounts[rank] = _Account(now - spent.total_s if self._known else self._began)
+        before = self._known.get(spent.of)
+        if before is not None and spent.total_s <= before.total_s:
+            return  # an old report, or one that a later one has overtaken
+        if account.newest is None or account.newest.of != spent.of:
+            self._change_hands(account, spent, before, now)
+        for name in BINS:
+            account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
+        account.newest = spent
+        late_s = account.told_until - now  # a process reported late for the first time, so some time was counted twice
+        for name in (account.waited_in, DRIVER) if late_s > 0 else ():
+            taken = min(late_s, account.seconds[name])
+            account.seconds[name] -= taken
+            late_s -= taken
+
+    def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
+        """Count the time until another process got the rank, and the steps that the failure undid."""
+        last = account.newest
+        if last is not None and not spent.is_successor and before is None:  # it continues from a snapshot
+            account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
+        own_s = spent.total_s - (before.total_s if before is not None else 0.0)
+        since, until = account.told_until, max(account.told_until, now - own_s)
+        in_call_s = max(0.0, min(until, self._call[1]) - max(since, self._call[0]))
+        waited_s = until - since if last is None else in_call_s  # between calls, no one waits for a rank
+        account.waited_in = START_UP if last is None else REPLACE
+        account.seconds[account.waited_in] += waited_s
+        account.seconds[DRIVER] += until - since - waited_s
+
+    def ledger(self, num_ranks: int | None = None) -> TimeLedger:
+        """Return what the time was spent on. Ranks from `num_ranks` on are gone; their reports stay."""
+        ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
+        for seconds in ranks.values():  # ranks cannot know the reason, and report it as time without calls
+            waited_s = min(self._waited_s, seconds[DRIVER])
+            seconds[DRIVER] -= waited_s
+            seconds[VALIDATION_WAIT] += waited_s
+        return TimeLedger(ranks, tuple(self._notes(num_ranks)))
+
+    @property
+    def _tells_exchanges(self) -> bool:
+        return len(self._accounts) < 2 or any(account.seconds[EXCHANGE] for account in self._accounts.values())
+
+    def _notes(self, num_ranks: int | None) -> list[str]:
+        notes = []
+        if self._is_over:
+            notes.append("the trainer was shut down, the ledger ends there")
+        if not self._has_trained:
+            notes.append("no training call was made yet")
+        silent = [rank for rank in range(num_ranks or 0) if rank not in self._accounts]
+        if silent and not self._is_over:
+            notes.append(f"{named(silent)} {'has' if len(silent) == 1 else 'have'} not answered yet")
+        if self._has_trained and not self._tells_exchanges:
+            notes.append(_UNTOLD)
+        return notes
+
+    def warn(self) -> None:
+        """Log, once, the largest avoidable cost of training if it is large."""
+        ledger = self.ledger()
+        found = ledger.largest_avoidable()
+        if found is None or found[1] <= _WARN_ABOVE or ledger.training_s < _WARN_AFTER_S * len(ledger.ranks):
+            return
+        words, share = found
+        if self._once.is_first("largest bin"):
+            advice = _ADVICE[words]
+            logger.warning(
+                "%.0f %% of the time in training calls goes into %s.%s `print(trainer.ledger())` shows all",
+                100 * share,
+                words,
+                "" if any(option in advice for option in self._used) else f" Try this: {advice}.",
+            )
+
+
+_UNTOLD = "exchanges cannot be told from useful steps here"

@@ -1,0 +1,414 @@
+"""`History`: the measurements of a trainer or a run, by call and by epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import wraps
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints, overload
+
+from raysgd.core.engine.shared.group_events import GroupEvent
+from raysgd.core.history import readable
+from raysgd.core.imports import require
+from raysgd.core.numbers.metric_names import name_in_test, validation_name
+from raysgd.core.numbers.results import Metrics, as_number
+from raysgd.core.text import cards
+
+Entry = TypeVar("Entry")
+Kind = Literal["train", "validation", "test"]
+
+_MOST_ELEMENTS = 1000
+_MOST_METRICS = 4  # in printed tables
+_MOST_ROWS = 20
+_ALLOWED: dict[Any, Any] = {float: (int, float)}
+MOST_EPOCHS = 10_000
+"""Largest number of epochs in the history of a trainer. A run sets its own."""
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of `train`, `validate` or `test`.
+
+    Attributes:
+        kind: "train", "validation" or "test".
+        epoch: Number of epochs that had begun.
+        metrics: The result of the call; empty with `reduce_results=False`.
+        began_at: When it began, in seconds since the Unix epoch.
+        seconds: How long it took, including recoveries.
+        num_workers: Number of workers at its end.
+        of_fit: True if `fit` made the call as part of an epoch. False for calls of callbacks.
+    """
+
+    kind: Kind
+    epoch: int
+    metrics: dict[str, Any]
+    began_at: float
+    seconds: float
+    num_workers: int
+    of_fit: bool = False
+
+
+class HistoryLimits(NamedTuple):
+    """Numbers of rows, records and events in a history."""
+
+    rows: int = 0
+    records: int = 0
+    events: int = 0
+
+
+BEGINNING = HistoryLimits()
+
+
+class History(Sequence[dict[str, Any]]):
+    """One row per epoch: the metrics of training, and those of validation with the prefix `val_`.
+
+    A row also has "epoch", "seconds" (of the training call) and "num_workers". In an epoch of `fit`, the validation is
+    that of `fit`. Validations by callbacks are only among the records.
+
+    Args:
+        events: The list of failures and resizes; by default a new list.
+
+    Attributes:
+        records: All calls of `train`, `validate` and `test`, in order.
+        events: Failures of workers and resizes.
+        stop_reason: Why a callback stopped the run; None if none did.
+        journal: Folder of the run that keeps the journal of its steps; None if the run keeps none.
+
+    Examples:
+        >>> history = History()
+        >>> history.add(CallRecord("train", 1, {"train_loss": 0.5}, 0.0, 2.0, 4))
+        >>> history.add(CallRecord("validation", 1, {"accuracy": 0.9}, 2.0, 1.0, 4))
+        >>> history[-1]["val_accuracy"], history["train_loss"]
+        (0.9, [0.5])
+    """
+
+    def __init__(self, events: list[GroupEvent] | None = None) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self.records: list[CallRecord] = []
+        self.events: list[GroupEvent] = [] if events is None else events
+        self._forgotten = BEGINNING
+        self.stop_reason: str | None = None
+        self.journal: str | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    @overload
+    def __getitem__(self, index: str) -> list[Any]: ...
+    def __getitem__(self, index: int | slice | str) -> Any:
+        """Return a row, several rows, or, for the name of a metric, its values, with None for rows without it."""
+        if isinstance(index, str):
+            if index not in self.metrics:
+                raise KeyError(f"no epoch has the metric {index!r}: there are {self.metrics}")
+            return [row.get(index) for row in self._rows]
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+    @property
+    def metrics(self) -> list[str]:
+        """All names in the rows, in the order of their first appearance."""
+        return readable.names_in(self._rows)
+
+    def add(self, record: CallRecord, row: dict[str, Any] | None = None) -> None:
+        """Add a call. A call of `train` starts a row, a call of `validate` completes it.
+
+        Args:
+            record: The call.
+            row: The row to complete. By default the last one, if `fit` made both or neither of the calls.
+        """
+        row = self.row_for(record.of_fit) if row is None else row
+        self.records.append(record)
+        if record.kind == "train":
+            told = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
+            self._rows.append({**told, **record.metrics, **told})
+        elif record.kind == "validation":
+            validation = {validation_name(name): value for name, value in record.metrics.items()}
+            row.update(validation, val_seconds=record.seconds)
+
+    def row_for(self, of_fit: bool) -> dict[str, Any]:
+        """Return the row that a validation completes; if there is none, a row outside of the history."""
+        trained = next((record.of_fit for record in reversed(self.records) if record.kind == "train"), of_fit)
+        return self._rows[-1] if self._rows and trained == of_fit else {}
+
+    def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Add an epoch, or a report of a function, as a new row. Return the row."""
+        self._rows.append(dict(row))
+        return self._rows[-1]
+
+    def take_over(self, other: History) -> None:
+        """Insert another history before this one. Ignore its reason to stop, which belongs to an earlier run."""
+        self._rows[:0] = [dict(row) for row in other]
+        self.records[:0] = other.records
+        self.events[:0] = other.events
+
+    @property
+    def extent(self) -> HistoryLimits:
+        """Numbers of rows, records and events, including forgotten ones."""
+        rows, records, events = self._forgotten
+        return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
+
+    def part(self, begin: HistoryLimits, end: HistoryLimits) -> History:
+        """Return the part between two extents, of which nothing may be forgotten. It has no reason to stop."""
+        rows, records, events = self._forgotten
+        part = History(self.events[begin.events - events : end.events - events])
+        part._rows = self._rows[begin.rows - rows : end.rows - rows]
+        part.records = self.records[begin.records - records : end.records - records]
+        return part
+
+    def forget_old(self, most: int) -> None:
+        """Keep the newest `most` rows and calls. Cheap, because nothing is deleted before there are a quarter more."""
+        for name, entries in (("rows", self._rows), ("records", self.records)):
+            surplus = len(entries) - most
+            if surplus > most // 4:
+                del entries[:surplus]
+                self._forgotten = self._forgotten._replace(**{name: getattr(self._forgotten, name) + surplus})
+
+    def thinned(self, most: int) -> History:
+        """Return at most `most` rows, calls of each kind, and events, evenly chosen, with the first and the last."""
+        thin = History(evenly(self.events, most))
+        thin._rows = evenly(self._rows, most)
+        chosen = {id(each) for kind in get_args(Kind) for each in evenly(self._of_kind(kind), most)}
+        thin.records = [record for record in self.records if id(record) in chosen]
+        thin.stop_reason = self.stop_reason
+        return thin
+
+    def _of_kind(self, kind: Kind) -> list[CallRecord]:
+        return [record for record in self.records if record.kind == kind]
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a `pandas.DataFrame`.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        pandas = require("pandas", extra="data", purpose="`History.to_pandas`")
+        return pandas.DataFrame(self._rows)
+
+    def as_data(self) -> Any:
+        """Return everything as JSON values. Other values become text; NaN and infinity become null."""
+        content = {
+            "rows": self._rows,
+            "records": [asdict(record) for record in self.records],
+            "events": [asdict(event) for event in self.events],
+            "stop_reason": self.stop_reason,
+        }
+        return plain(content)
+
+    def to_json(self) -> str:
+        """Return `as_data()` as JSON text."""
+        return json.dumps(self.as_data(), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> History:
+        """Return the history that `to_json` wrote. Null metrics become NaN.
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        try:
+            content = json.loads(text)
+            history = cls([_made(GroupEvent, entry) for entry in content["events"]])
+            history._rows = [_with_nan(row) for row in content["rows"]]
+            records = [_made(CallRecord, entry) for entry in content["records"]]
+            reason = content["stop_reason"]
+            history.stop_reason = None if reason is None else _checked("stop_reason", reason, str)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"This is not the JSON of a `History`: {error!r}") from error
+        for record in records:
+            record.metrics.update(_with_nan(record.metrics))
+        history.records = records
+        return history
+
+    def __repr__(self) -> str:
+        """Return one line with the most telling metrics of the last epoch."""
+        told = self._in_words()
+        if self.stop_reason is not None:
+            told.append(f"stopped: {self.stop_reason}")
+        last = readable.chosen(self[-1], None) if self else {}
+        values = ", ".join(f"{name}={last[name]:.4g}" for name in readable.most_telling(last, _MOST_METRICS))
+        return f"<History: {', '.join(told)}{'; last: ' if values else ''}{values}>"
+
+    def __str__(self) -> str:
+        """Return the last epochs as a table that fits the terminal, and the events of the workers."""
+        lines, metrics = ["no epochs"], readable.metrics_of(self)
+        names = metrics
+        for most in range(_MOST_METRICS, 0, -1) if self else ():
+            names = readable.most_telling(metrics, most)
+            head, cells = readable.table_of(self, names, _MOST_ROWS)
+            widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+            lines = ["  ".join(map(str.rjust, row, widths)) for row in (head, *cells)]
+            if len(lines[0]) <= cards.width():
+                break
+        if len(self) > _MOST_ROWS:
+            lines.insert(1, f"({len(self) - _MOST_ROWS} more)")
+        if left_out := [name for name in metrics if name not in names]:
+            lines.append(cards.fitted(f"also measured: {', '.join(left_out)}"))
+        lines += [cards.fitted(line, indent=9) for line in readable.event_lines(self.events)]
+        if self.stop_reason is not None:
+            lines.append(cards.fitted(f"stopped: {self.stop_reason}"))
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        names, told = readable.most_telling(readable.metrics_of(self), _MOST_METRICS), self._in_words()
+        told += [f"the last {_MOST_ROWS} are shown"] if len(self) > _MOST_ROWS else []
+        table = cards.grid(*readable.table_of(self, names, _MOST_ROWS))
+        reason = cards.note(f"Stopped: {self.stop_reason}") if self.stop_reason is not None else ""
+        lines = readable.event_lines(self.events)
+        folded = cards.folded(f"what happened to the workers ({len(lines)})", lines)
+        return cards.card("History", table, reason, folded, note=", ".join(told))
+
+    def _in_words(self) -> list[str]:
+        return [readable.counted(len(self), "epoch"), *readable.failures(self.events)]
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON values. Other values become text; NaN and infinity become null."""
+    number = as_number(value)
+    if isinstance(number, float):
+        return number if math.isfinite(number) else None
+    if number is not None or value is None or isinstance(value, str):
+        return number if value is not None and not isinstance(value, str) else value
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(entry) for entry in value]
+    if hasattr(value, "tolist") and _num_elements(value) <= _MOST_ELEMENTS:
+        return plain(value.tolist())
+    return str(value)
+
+
+def evenly(entries: Sequence[Entry], most: int) -> list[Entry]:
+    """Return at most `most` entries (at least two), evenly chosen, including the first and the last.
+
+    Examples:
+        >>> evenly(range(10), 4), evenly("abc", 4)
+        ([0, 3, 6, 9], ['a', 'b', 'c'])
+    """
+    if len(entries) <= most:
+        return list(entries)
+    return [entries[number * (len(entries) - 1) // (most - 1)] for number in range(most)]
+
+
+def _num_elements(value: Any) -> int:
+    return math.prod(getattr(value, "shape", ()))
+
+
+def _made(kind: Any, entry: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: _checked(name, value, hints[name]) for name, value in entry.items() if name in known})
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """Return a value if it has a type, or is one of the words of a `Literal`."""
+    words, base = get_args(hint), get_origin(hint)
+    if base is Literal:
+        is_right = isinstance(value, str) and value in words
+    else:
+        is_right = isinstance(value, _ALLOWED.get(hint, base or hint)) and isinstance(value, bool) == (hint is bool)
+    if not is_right:
+        raise TypeError(f"{name}={value!r}")
+    return value
+
+
+def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+RecordBeside = Callable[[Any, float, float], CallRecord]
+"""Adds a call that has ended. Takes its result, when it began, and how many seconds it took."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class CallRecorder:
+    """Keeps the history of a trainer.
+
+    Args:
+        events: The list of events of the workers, which others extend.
+
+    Attributes:
+        history: The calls so far.
+        trained: The epoch, from 1, in which the last call of `train` began.
+        told_s: Returns how long the ranks have been in training calls since an earlier process of the trainer died.
+            None if none died, and after the first call since then.
+    """
+
+    def __init__(self, events: list[GroupEvent]) -> None:
+        self.history, self.trained = History(events), 0
+        self.told_s: Callable[[], float] | None = None
+        self._lock = threading.Lock()
+
+    def record(
+        self, kind: Kind, result: Any, began_at: float, seconds: float, num_workers: int, of_fit: bool = False
+    ) -> None:
+        """Add a call of a trainer with so many workers."""
+        if kind == "train" and self.told_s is not None:  # the earlier process may have begun it
+            missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
+            began_at, seconds = began_at - missed_s, seconds + missed_s
+        metrics = dict(result) if isinstance(result, Mapping) else {}
+        with self._lock:
+            epoch = metrics.get("epoch") if kind == "train" else None
+            if not isinstance(epoch, int):
+                epoch = self.trained if kind == "train" else self._epoch
+            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit), None)
+
+    def begin_beside(self, of_fit: bool) -> RecordBeside:
+        """Return a function that adds a validation on a spare to the present row, even if later calls end first."""
+        epoch, row = self._epoch, self.history.row_for(of_fit)
+
+        def add(result: Any, began_at: float, seconds: float) -> CallRecord:
+            metrics = dict(result) if isinstance(result, Mapping) else {}
+            record = CallRecord("validation", epoch, metrics, began_at, seconds, 1, of_fit)
+            with self._lock:
+                self._add(record, row)
+            return record
+
+        return add
+
+    def add_record(self, record: CallRecord) -> None:
+        """Add a call that another process recorded."""
+        with self._lock:
+            self._add(record, None)
+
+    @property
+    def _epoch(self) -> int:
+        records = self.history.records
+        return records[-1].epoch if records else 0
+
+    def _add(self, record: CallRecord, row: dict[str, Any] | None) -> None:
+        self.history.add(record, row)
+        self.history.forget_old(MOST_EPOCHS)
+
+
+def recorded(kind: Kind) -> Callable[[Method], Method]:
+    """Decorate a method of a trainer: record each successful call in `_recorder`. `fit` passes `of_fit=True`."""
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def call(trainer: Any, /, *args: Any, of_fit: bool = False, **kwargs: Any) -> Any:
+            began_at, began = time.time(), time.perf_counter()
+            result = method(trainer, *args, **kwargs)
+            recorder: CallRecorder = trainer._recorder
+            seconds = time.perf_counter() - began
+            recorder.record(kind, result, began_at, seconds, trainer._controller.num_workers, of_fit)
+            return result
+
+        return cast("Method", call)
+
+    return decorate
+
+
+def as_test(metrics: Mapping[str, Any]) -> Metrics:
+    """Return the result of `validate` as a result of `test`."""
+    return Metrics({name_in_test(name): value for name, value in metrics.items()})

@@ -1,0 +1,168 @@
+"""Numbers, durations, rows of metrics and events as people read them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+from raysgd.core.arguments import did_you_mean
+
+if TYPE_CHECKING:
+    from raysgd.core.engine.shared.group_events import GroupEvent
+
+_NOT_A_RESULT = frozenset({"epoch", "step", "batch_count", "num_workers"})
+_LAST, _SECONDS, _SAMPLES = "last_", "seconds", "num_samples"
+_NEVER_SHOWN = ("started", "restarted")
+
+
+def number(value: Any) -> str:
+    """Return a metric with four digits.
+
+    Examples:
+        >>> [number(value) for value in (0.25, 1 / 3, 12345.678, 7, 0.0000123, float("nan"), True, "a")]
+        ['0.2500', '0.3333', '12346', '7', '1.230e-05', 'nan', 'True', 'a']
+    """
+    if isinstance(value, bool | Integral) or not isinstance(value, Real):
+        return str(value)
+    value = float(value)
+    if not math.isfinite(value):
+        return str(value)
+    if 1e4 <= abs(value) < 1e7:
+        return f"{value:.0f}"
+    return f"{value:#.4g}".removesuffix(".") if value else "0"
+
+
+def seconds(value: float) -> str:
+    """Return a duration as text.
+
+    Examples:
+        >>> [seconds(value) for value in (0.0004, 0.25, 3.21, 59.99, 75, 4020, 90000)]
+        ['0.4 ms', '0.25 s', '3.2 s', '60.0 s', '1 min 15 s', '1 h 07 min', '25 h 00 min']
+    """
+    if value < 0.1:
+        return f"{value * 1e3:.1f} ms"
+    if value < 60:
+        return f"{value:.2f} s" if value < 1 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def rate(per_second: float) -> str:
+    """Return a throughput as text.
+
+    Examples:
+        >>> [rate(value) for value in (0.5, 12.3, 894.8, 4321, 1234567)]
+        ['0.5 samples/s', '12.3 samples/s', '895 samples/s', '4.3k samples/s', '1.2M samples/s']
+    """
+    divisor, unit = (1e6, "M") if per_second >= 1e6 else (1e3, "k") if per_second >= 1e3 else (1, "")
+    value = per_second / divisor
+    return f"{value:.{0 if value >= 100 else 1}f}{unit} samples/s"
+
+
+def counted(how_many: int, thing: str, things: str | None = None) -> str:
+    """Return a number with its noun.
+
+    Examples:
+        >>> counted(1, "epoch"), counted(2, "epoch"), counted(0, "failure", "failures")
+        ('1 epoch', '2 epochs', '0 failures')
+    """
+    return f"{how_many} {thing if how_many == 1 else things or thing + 's'}"
+
+
+def failures(events: Iterable[Any]) -> list[str]:
+    """Return the number of failures of workers among these events, in words; empty if there are none."""
+    number = sum(event.is_failure for event in events)
+    return [f"{counted(number, 'failure', 'failures')} of workers"] if number else []
+
+
+def samples_per_s(row: Mapping[str, Any]) -> float | None:
+    """Return the throughput of a row, or of the metrics and `seconds` of a call; None if it is not known."""
+    num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
+    if not is_real(num_samples) or not is_real(took) or not took:
+        return None
+    return float(num_samples) / float(took)  # type: ignore[arg-type]
+
+
+def is_real(value: Any) -> bool:
+    """Return True for a number that can be drawn: not NaN or infinity, nor an integer too large for a float."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def is_metric(name: str, value: Any) -> bool:
+    """Return True if an entry of a row is a metric to show: a number that is neither a count nor a last value."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    is_count = name in _NOT_A_RESULT or name.endswith((_SAMPLES, _SECONDS)) or name == "val_batch_count"
+    return is_number and not is_count and not name.startswith(_LAST)
+
+
+def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return all names in rows, in the order of their first appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the metrics to show, in the order of their first appearance."""
+    return list(dict.fromkeys(name for row in rows for name, value in row.items() if is_metric(name, value)))
+
+
+def most_telling(names: Iterable[str], most: int) -> list[str]:
+    """Return at most `most` metrics: validation before training, losses before others. Their order stays.
+
+    Examples:
+        >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)
+        ['train_loss', 'grad_norm', 'val_loss', 'val_accuracy']
+        >>> most_telling(["lr", "train_loss", "train_accuracy"], 2)
+        ['train_loss', 'train_accuracy']
+    """
+    names = [*names]
+    by_rank = sorted(names, key=lambda name: (name == "lr", not name.startswith("val_"), "loss" not in name))
+    return [name for name in names if name in by_rank[:most]]
+
+
+def chosen(row: Mapping[str, Any], metrics: Collection[str] | None) -> dict[str, Any]:
+    """Return the entries of a row to show: these metrics, or all if None."""
+    if metrics is None:
+        return {name: value for name, value in row.items() if is_metric(name, value)}
+    return {name: row[name] for name in metrics if name in row}
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Return an error message for an unknown metric.
+
+    Examples:
+        >>> unknown("val_los", ["val_loss", "lr"])
+        'there is no metric `val_los`. Did you mean `val_loss`?'
+        >>> unknown("x", ["val_loss", "lr"])
+        'there is no metric `x`; there are `val_loss`, `lr`.'
+    """
+    known = [*known]
+    guess = did_you_mean(name, known)
+    if guess:
+        return f"there is no metric `{name}`.{guess}"
+    return f"there is no metric `{name}`; there are {', '.join(f'`{each}`' for each in known)}."
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the cells of a table of the last epochs, with these metrics and the time."""
+    table = []
+    for place, row in [*enumerate(rows, start=1)][-most:]:
+        values = [number(row[name]) if row.get(name) is not None else "" for name in names]
+        took = seconds(row["seconds"]) if is_real(row.get("seconds")) else ""
+        table.append([str(row.get("epoch", place)), *values, took])
+    if any(cells[-1] for cells in table):
+        return ["epoch", *names, "time"], table
+    return ["epoch", *names], [cells[:-1] for cells in table]
+
+
+def event_lines(events: Iterable[GroupEvent]) -> list[str]:
+    """Return the events that changed the work, failures and resizes, each with the time of day of its end."""
+    shown = [event for event in events if event.kind not in _NEVER_SHOWN]
+    return [f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event}" for event in shown]

@@ -1,0 +1,195 @@
+"""Merges the metrics of all workers into one result. Pure functions.
+
+Metrics are merged by name. Averages that the library computed arrive as sum and count and are divided once, here, so
+that N workers report the same as one process with the same samples. Values that a user computed are weighted by the
+`num_samples` of their worker.
+
+ADR 1 explains why metrics are weighted by samples.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raysgd.core.numbers.meters import BATCH_COUNT, NUM_SAMPLES, MetricSummary
+
+_PER_WORKER = ("epoch", BATCH_COUNT)  # counters of one worker, merged by their plain mean
+_LAST = "last_"
+
+
+class Metrics(dict[str, Any]):
+    """The result of a call of `train` or `validate`: a dict with typed properties for what the library counts.
+
+    >>> result = Metrics(num_samples=64, epoch=1, batch_count=2, train_loss=0.5)
+    >>> result.epoch, result["train_loss"]
+    (1, 0.5)
+    """
+
+    @property
+    def num_samples(self) -> float:
+        """Number of samples of all workers; NaN if an operator does not count them."""
+        return self._counted(NUM_SAMPLES)
+
+    @property
+    def batch_count(self) -> float:
+        """Number of batches of one worker, on average."""
+        return self._counted(BATCH_COUNT)
+
+    @property
+    def epoch(self) -> int:
+        """Number of passes over the training data so far. Only results of `train` have it."""
+        return int(self._counted("epoch"))
+
+    def _repr_html_(self) -> str:
+        """Return a card for a notebook."""
+        from raysgd.core.text.cards import card, two_column_table
+
+        shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value)[:80] for name, value in self.items()}
+        return card("Result", two_column_table(shown.items()))
+
+    def __missing__(self, name: object) -> Any:
+        raise KeyError(f"{name!r}: this result has {', '.join(map(repr, self)) or 'nothing'}")
+
+    def _counted(self, name: str) -> float:
+        if name not in self:
+            raise AttributeError(f"This result has no {name!r}; it has {', '.join(map(repr, self)) or 'nothing'}.")
+        count: float = self[name]
+        return count
+
+
+def merge(workers: Sequence[MetricSummary]) -> Metrics:
+    """Merge the workers' metrics: `num_samples` first, then in the order of first appearance."""
+    if len(workers) == 1 and workers[0].get(NUM_SAMPLES):
+        return _of_one(workers[0])
+    counts = any(NUM_SAMPLES in worker for worker in workers)
+    merged = Metrics({NUM_SAMPLES: _total_samples(workers)} if counts else {})
+    for name in dict.fromkeys(name for worker in workers for name in worker):
+        if name != NUM_SAMPLES:
+            merged[name] = _merge_one(name, [worker for worker in workers if name in worker])
+    return merged
+
+
+def _of_one(worker: MetricSummary) -> Metrics:
+    """Return the result of a single worker with samples, whose means are already the overall ones."""
+    merged = Metrics({NUM_SAMPLES: math.nan, **worker})
+    objects = worker.objects
+    for name, value in merged.items():
+        if name in objects:
+            merged[name] = objects[name].value()
+        elif (number := as_number(value)) is not None:
+            is_count = name == NUM_SAMPLES or name in _PER_WORKER or _is_last_value(str(name), worker)
+            merged[name] = number if is_count else number * 1.0
+    return merged
+
+
+def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
+    """Return the metrics of a worker, including what other workers had averaged before they were lost.
+
+    Values that the user computed or removed stay unchanged, and so does a result that is not the library's. Metric
+    objects count only what this worker has seen.
+
+    Args:
+        worker: The metrics of the worker.
+        lost: The metrics of the lost workers.
+        known: Names of what the worker measured itself, before user code saw it.
+    """
+    if not worker.totals and not worker.objects and worker.get(NUM_SAMPLES) != 0:
+        return worker
+    values, totals = dict(worker), worker.totals
+    for each in lost:
+        for name, total in each.totals.items():
+            if name in totals or name not in known:  # the user left it alone, or the worker never had it
+                values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), total)
+    if NUM_SAMPLES in values:
+        values[NUM_SAMPLES] = _total_samples([worker, *lost])
+    return MetricSummary(values, totals, worker.objects)
+
+
+def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]:
+    """Return the mean of several totals, and their sum and count."""
+    total, count = sum(total for total, weight in totals if weight), math.fsum(weight for _, weight in totals)
+    return total / count if count else math.nan, (total, count)
+
+
+def num_samples_of(worker: MetricSummary) -> Any:
+    """Return how many samples a worker counted; NaN if it does not count them."""
+    return _total_samples([worker])
+
+
+def _total_samples(workers: Sequence[MetricSummary]) -> Any:
+    counts = [as_number(worker.get(NUM_SAMPLES, math.nan)) for worker in workers]
+    return sum(math.nan if count is None else count for count in counts)
+
+
+def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
+    objects = [worker.objects[name] for worker in workers if name in worker.objects]
+    if objects:
+        return objects[0].merged_with(objects[1:]).value()
+    values = [as_number(worker[name]) for worker in workers]
+    present = [value for value in values if value is not None]
+    if len(present) < len(values):  # not a number: one worker's value represents all
+        return workers[0][name]
+    if name in _PER_WORKER or all(_is_last_value(str(name), worker) for worker in workers):
+        return _plain_mean(present)
+    return _averaged(*(_sum_and_count(name, worker) for worker in workers))[0]
+
+
+def _is_last_value(name: str, worker: MetricSummary) -> bool:
+    """Return True if it is the last value of a metric that is also present. Other metrics may have such names, too."""
+    return name.startswith(_LAST) and name.removeprefix(_LAST) in worker and worker.total_of(name) is None
+
+
+def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
+    """Return the exact total if the library averaged and the user changed nothing; otherwise value times samples."""
+    total = worker.total_of(name)
+    if total is not None and total[1]:
+        return total
+    value, samples = as_number(worker[name]), as_number(worker.get(NUM_SAMPLES))
+    weight = 1.0 if samples is None or math.isnan(samples) else float(samples)
+    return value * weight, weight
+
+
+def _plain_mean(values: Sequence[Any]) -> Any:
+    """Return the mean. Equal integers, such as the epoch, stay integers."""
+    return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
+
+
+def as_number(value: Any) -> Any:
+    """Return `value` as a Python number; None if it is not one. Tensors and arrays without dimensions are numbers."""
+    if type(value) in (float, int, bool):  # exactly, because some NumPy numbers are instances of `float`
+        return value
+    if isinstance(value, numbers.Number) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0):
+        return value.item() if hasattr(value, "item") else value
+    return None
+
+
+ProgressKind = Literal["train", "validation", "test", "predict"]
+
+
+@dataclass(frozen=True)
+class CallProgress:
+    """The progress of a running call, seen from rank 0.
+
+    Attributes:
+        num_steps: Number of batches drawn so far.
+        total: Number of all batches; None if it is not known.
+        epoch_idx: Index of the pass over the training data, from 0.
+        num_epochs: Number of all epochs; None if it is not known.
+        loss: `train_loss` of the last batch, or `val_loss` in an evaluation; None if there is none.
+        kind: What the call does.
+        metrics: All numbers that the last batch reported, by name.
+        is_done: True if the call has returned.
+    """
+
+    num_steps: int
+    total: int | None
+    epoch_idx: int
+    num_epochs: int | None
+    loss: float | None
+    kind: ProgressKind = "train"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_done: bool = False

@@ -1,0 +1,111 @@
+"""Reads NumPy values in files of the old library. Our functions replace the NumPy functions that its pickles name.
+
+NumPy's functions trust the file: an array of objects would take its pointers from it. Ours make only arrays of numbers,
+exactly as large as their bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from raysgd.core.reading.strict_reading import NotPlainError, require
+
+_DTYPE = re.compile(r"[?biufc]\d{0,2}")
+
+
+class FormerValue:
+    """A dtype or an array, which a pickle first makes and then describes."""
+
+    def __init__(self, code: Any = None) -> None:
+        if code is not None and not (isinstance(code, str) and _DTYPE.fullmatch(code)):
+            raise NotPlainError(f"arrays of `numpy.dtype({str(code)[:20]!r})`")
+        self._code = code
+        self._state: Any = ()
+
+    def __setstate__(self, state: Any) -> None:
+        self._state = state
+
+    @property
+    def value(self) -> Any:
+        """The dtype or the array."""
+        if self._code is None:
+            _, shape, dtype, is_fortran, content = self._state
+            return _array(dtype, content).reshape(shape, order="F" if is_fortran else "C")
+        _, order, *_ = self._state
+        require(order in ("<", ">", "=", "|"), "a dtype without an order")
+        return np.dtype(order + self._code)
+
+
+def _dtype(code: Any, *_: Any) -> FormerValue:
+    return FormerValue(str(code))
+
+
+def _array(dtype: Any, content: Any) -> np.ndarray[Any, Any]:
+    require(isinstance(dtype, FormerValue) and type(content) is bytes, "an array without its bytes")
+    found = dtype.value
+    require(isinstance(found, np.dtype), "an array without its kind")
+    return np.frombuffer(content, found).astype(found.newbyteorder("="))
+
+
+def _new_array(*_: Any) -> FormerValue:
+    return FormerValue()
+
+
+def _scalar(dtype: Any, content: Any) -> Any:
+    return _array(dtype, content).reshape(())[()]
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+def _array_class() -> None:
+    """Stand for `numpy.ndarray`, which pickles name but do not call."""
+
+
+FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "builtins.bytes": _no_bytes,  # protocol 2 calls it for empty bytes
+    "numpy.dtype": _dtype,
+    "numpy.ndarray": _array_class,
+    **{
+        f"numpy.{core}.multiarray.{name}": function
+        for core in ("core", "_core")  # in NumPy 1 and NumPy 2
+        for name, function in (("_reconstruct", _new_array), ("scalar", _scalar))
+    },
+}
+"""The functions that a pickle may call, by the names in it."""
+
+
+class _FormerUnpickler(pickle.Unpickler):
+    """Reads a pickle of plain values and arrays."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return our function for a name.
+
+        Raises:
+            NotPlainError: There is none.
+        """
+        full_name = f"{module}.{name}"
+        if full_name not in FORMER_FUNCTIONS:
+            raise NotPlainError(full_name[:200])
+        return FORMER_FUNCTIONS[full_name]
+
+
+def read_pickle(content: bytes) -> Any:
+    """Return the content of a pickle, with a `FormerValue` in place of each array.
+
+    Raises:
+        NotPlainError: It needs something else to be loaded.
+        Exception: It is damaged.
+    """
+    for opcode, argument, _ in pickletools.genops(content):  # raises an error if announced bytes are missing
+        if opcode.name in ("PUT", "LONG_BINPUT"):
+            require(argument is not None and argument < len(content), "it numbers more values than it has")
+    return _FormerUnpickler(io.BytesIO(content)).load()

@@ -1,0 +1,378 @@
+"""Sends a training state to another process with one copy.
+
+An encoded state consists of a small pickle with a number in place of each tensor (the skeleton), and the bytes of all
+tensors. These are in one flat array (the buffer). If the state is only lent, large tensors are not copied into it but
+sent from where they are. Pickle protocol 5 sends such arrays out of band. So Ray copies them into its object store
+once, and the receiver can use the tensors there without another copy.
+
+It preserves types and order of containers, classes of other objects (through cloudpickle), which tensors are identical,
+dtypes, strides of dense tensors, and `requires_grad`. It does not preserve the device (everything arrives on the CPU),
+views of a part of another tensor's memory, attributes set on a tensor, or a `DistributedDataParallel` around a model,
+which belongs to a process group.
+
+PyTorch is not needed. Without it there are no tensors, and NumPy arrays work the same way.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from raysgd.core.state.host_buffers import Bytes, HostBuffers
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGNMENT = 64
+"""Alignment of every part in bytes: a cache line, and the widest vector register."""
+
+_INLINE_ARRAY_BYTES = 4096
+"""NumPy arrays up to this size stay in the skeleton, because a part of its own would cost more than the copy."""
+
+_LENT_BYTES = 2**16
+"""When a state is lent, tensors from this size on are not copied. Smaller ones are copied into one array."""
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedState:
+    """A state ready to travel. Pickled with protocol 5, as Ray does it, its arrays are not copied again.
+
+    Attributes:
+        skeleton: The pickled structure, with a number in place of each tensor.
+        buffer: The bytes of the tensors, each aligned to a multiple of 64.
+        apart: The bytes of tensors that are not in the buffer, one array for each.
+    """
+
+    skeleton: bytes
+    buffer: Bytes
+    apart: tuple[Bytes, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors' bytes, including padding."""
+        return sum(int(content.nbytes) for content in (self.buffer, *self.apart))
+
+
+class StateEncoder:
+    """Encodes states into host buffers that are reused, because their pages then already exist.
+
+    A buffer is reused only when nothing refers to the encoded state any more, or to what was decoded from it with
+    `copy=False`. At most two buffers are kept. An encoder must not be used from several threads at once; the encoded
+    states may go to any thread.
+
+    Examples:
+        >>> import torch
+        >>> encoder = StateEncoder()
+        >>> encoded = encoder.encode({"weight": torch.ones(2), "epoch": 3})
+        >>> decode(encoded, copy=True)
+        {'weight': tensor([1., 1.]), 'epoch': 3}
+    """
+
+    def __init__(self) -> None:
+        self._buffers = HostBuffers()
+
+    def encode(self, state: Any) -> EncodedState:
+        """Copy `state` into host memory. Later changes of its tensors do not affect the copy.
+
+        Tensors on a GPU are copied directly into the buffer, after the work queued on the current stream.
+
+        Raises:
+            pickle.PicklingError: Something in the state cannot be pickled. Many classes raise a `TypeError` instead.
+        """
+        parts = _Parts()
+        skeleton = _skeleton(state, parts)
+        buffer = self._buffers.take_buffer(parts.num_bytes, pinned=parts.is_on_gpu)
+        parts.copy_into(buffer)
+        return EncodedState(skeleton, buffer)
+
+
+def lend(state: Any) -> EncodedState:
+    """Encode `state` without copying its large tensors, to send it at once. Later changes of these are visible.
+
+    Raises:
+        pickle.PicklingError: As in `StateEncoder.encode`.
+    """
+    parts = _Parts(lends=True)
+    skeleton = _skeleton(state, parts)
+    buffer = np.empty(parts.num_bytes, dtype=np.uint8)
+    parts.copy_into(buffer)
+    return EncodedState(skeleton, buffer, tuple(parts.apart))
+
+
+def decode(encoded: EncodedState, copy: bool) -> Any:
+    """Rebuild a state.
+
+    Args:
+        encoded: The result of `StateEncoder.encode`, from this or another process.
+        copy: If True, the tensors own their memory. If False, they are views of `encoded.buffer` and keep it alive.
+            Only read from these, because memory from Ray's object store is shared with other processes. In both cases
+            each tensor has a storage of its own with exactly its bytes.
+    """
+    tensor_parts, array_parts, structure = pickle.loads(encoded.skeleton)
+    tensors = _build_tensors(tensor_parts, encoded, copy)
+    arrays = [_array(part, encoded.buffer, copy) for part in array_parts]
+    return _SkeletonUnpickler(structure, arrays, tensors).load()
+
+
+class _ArrayPart(NamedTuple):
+    """Where the bytes of a NumPy array are."""
+
+    start: int
+    num_bytes: int
+
+
+class _TensorPart(NamedTuple):
+    """Where a tensor's bytes are, in the buffer or in a separate array, and how to read them."""
+
+    apart: int | None
+    start: int
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    is_parameter: bool
+    requires_grad: bool
+
+
+class _Parts:
+    """Collects the tensors and arrays of a state, each once, and assigns them consecutive places.
+
+    It must not refer to the pickler, because such a cycle would keep the tensors alive until a garbage collection.
+    """
+
+    def __init__(self, lends: bool = False) -> None:
+        self.tensor_parts: list[_TensorPart] = []
+        self.array_parts: list[_ArrayPart] = []
+        self.apart: list[Bytes] = []
+        self.num_bytes = 0
+        self._lends = lends
+        self._tensors: list[torch.Tensor] = []
+        self._arrays: list[memoryview] = []
+        self._index_of: dict[Hashable, int] = {}
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """True if any of the tensors is on a CUDA device."""
+        return any(tensor.is_cuda for tensor in self._tensors)
+
+    def add_tensor(self, tensor: torch.Tensor) -> int:
+        """Add a tensor and return its number. A tensor that was added before keeps its number."""
+        key = _identity(tensor)
+        index = self._index_of.get(key)
+        if index is None:
+            index = self._index_of[key] = len(self._tensors)
+            self._tensors.append(tensor)
+            self.tensor_parts.append(self._tensor_part(tensor))
+        return index
+
+    def add_array(self, buffer: pickle.PickleBuffer) -> bool:
+        """Add the memory of a large NumPy array. Return True if the array should stay in the skeleton instead."""
+        content = buffer.raw()
+        if content.nbytes <= _INLINE_ARRAY_BYTES:
+            return True
+        self._arrays.append(content)
+        self.array_parts.append(_ArrayPart(self._reserve(content.nbytes), content.nbytes))
+        return False
+
+    def copy_into(self, memory: Bytes) -> None:
+        """Copy everything that was added into `memory`."""
+        for content, array_part in zip(self._arrays, self.array_parts, strict=True):
+            _slice(memory, array_part)[:] = np.frombuffer(content, dtype=np.uint8)
+        if self._tensors:
+            self._copy_tensors_into(memory)
+
+    def _copy_tensors_into(self, memory: Bytes) -> None:
+        import torch
+
+        with torch.no_grad():
+            for tensor, part in zip(self._tensors, self.tensor_parts, strict=True):
+                if part.num_bytes and part.apart is None:
+                    _copy_tensor(tensor, torch.from_numpy(_slice(memory, part)), part)
+        for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _tensor_part(self, tensor: torch.Tensor) -> _TensorPart:
+        import torch
+
+        num_bytes = tensor.numel() * tensor.element_size()
+        lends = self._lends and num_bytes >= _LENT_BYTES and _is_plain_memory(tensor)
+        if lends:
+            self.apart.append(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        return _TensorPart(
+            apart=len(self.apart) - 1 if lends else None,
+            start=0 if lends else self._reserve(num_bytes),
+            num_bytes=num_bytes,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            stride=None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride(),
+            is_parameter=isinstance(tensor, torch.nn.Parameter),
+            requires_grad=tensor.requires_grad,
+        )
+
+    def _reserve(self, num_bytes: int) -> int:
+        start = self.num_bytes
+        self.num_bytes = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return start
+
+
+def _skeleton(state: Any, parts: _Parts) -> bytes:
+    """Pickle `state` without the contents of its tensors, which are added to `parts`."""
+    structure = io.BytesIO()
+    _skeleton_pickler()(structure, parts).dump(state)
+    return pickle.dumps((parts.tensor_parts, parts.array_parts, structure.getvalue()), protocol=5)
+
+
+@cache
+def _skeleton_pickler() -> Any:
+    """Return the class that pickles skeletons. It is made on first use, to import Ray as late as possible."""
+    from ray.cloudpickle import CloudPickler
+
+    class SkeletonPickler(CloudPickler):
+        """Pickles everything but the contents of tensors and large arrays."""
+
+        def __init__(self, stream: io.BytesIO, parts: _Parts) -> None:
+            super().__init__(stream, protocol=5, buffer_callback=parts.add_array)
+            self._parts = parts
+            self._torch = _loaded_torch()
+
+        def persistent_id(self, obj: Any) -> int | None:
+            torch = self._torch
+            return self._parts.add_tensor(obj) if torch is not None and _is_plain_tensor(obj, torch) else None
+
+        def reducer_override(self, obj: Any) -> Any:
+            """Replace what cannot leave its process. Everything else is pickled as usual."""
+            torch = self._torch
+            if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+                return _itself, (obj.module,)
+            if torch is not None and isinstance(obj, torch.Tensor):
+                return _reduced(obj)
+            return super().reducer_override(obj)
+
+    return SkeletonPickler
+
+
+class _SkeletonUnpickler(pickle.Unpickler):
+    """Puts the tensors back into their places."""
+
+    def __init__(self, structure: bytes, arrays: list[Bytes], tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(structure), buffers=arrays)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def _loaded_torch() -> Any:
+    """Return PyTorch if this process has imported it; otherwise there are no tensors."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "nn") else None
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    """Return how a tensor pickles itself, on the CPU.
+
+    Raises:
+        ValueError: It is one worker's part of a divided tensor.
+    """
+    if hasattr(tensor, "full_tensor"):
+        raise ValueError(
+            "The state holds this worker's part of a divided model or optimizer: in a training function save what "
+            "`raysgd.train.torch.gather_state` returns of it, which all workers have to call."
+        )
+    return (tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _is_plain_tensor(value: Any, torch: Any) -> bool:
+    """Return True if `value` is a tensor that consists of its elements in memory. Other tensors pickle themselves."""
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        return False
+    return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor's elements are consecutive and unmodified in host memory."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for two references to one tensor. Empty tensors have no address: all differ."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    return (
+        type(tensor),
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) -> None:
+    """Copy a tensor's elements into the bytes `target`. A copy from a GPU is only queued."""
+    import torch
+
+    source = tensor.detach().resolve_conj().resolve_neg()
+    if part.stride is None and source.is_contiguous():
+        source = source.reshape(-1).view(torch.uint8)  # as bytes: fast, and works for any dtype
+    else:
+        target = _shaped(part, target)
+    target.copy_(source, non_blocking=source.is_cuda)
+
+
+def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) -> list[torch.Tensor]:
+    """Make the tensors from their bytes. Suppress PyTorch's warning about read-only ones, which we never write to."""
+    if not parts:
+        return []
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        contents = [
+            torch.from_numpy(_slice(encoded.buffer, part) if part.apart is None else encoded.apart[part.apart])
+            for part in parts
+        ]
+    return [
+        _build_tensor(part, content.clone() if copy else content) for part, content in zip(parts, contents, strict=True)
+    ]
+
+
+def _build_tensor(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
+    """Make one tensor from its bytes, in the same storage."""
+    import torch
+
+    tensor = _shaped(part, content) if part.num_bytes else torch.empty(part.shape, dtype=part.dtype)
+    if part.is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=part.requires_grad)
+    return tensor.requires_grad_(part.requires_grad)
+
+
+def _shaped(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
+    """Return the flat bytes `content` as a tensor with the part's dtype, shape and strides."""
+    elements = content.view(part.dtype)
+    return elements.view(part.shape) if part.stride is None else elements.as_strided(part.shape, part.stride)
+
+
+def _array(part: _ArrayPart, buffer: Bytes, copy: bool) -> Bytes:
+    """Return the bytes of one NumPy array."""
+    content = _slice(buffer, part)
+    return content.copy() if copy else content
+
+
+def _slice(content: Bytes, part: _TensorPart | _ArrayPart) -> Bytes:
+    return content[part.start : part.start + part.num_bytes]

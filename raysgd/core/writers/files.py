@@ -1,0 +1,300 @@
+"""Metrics in files: JSON lines, a JSON list, a CSV table, and event files for TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from raysgd.core.files import replacing
+from raysgd.core.imports import require, require_installed
+from raysgd.core.numbers.metric_names import flattened
+from raysgd.core.text.log_lines import Once
+from raysgd.core.writers.sink import FileSink, Sink, place_in
+
+_FLUSH_S = 2.0
+
+
+class SafeFallbackEncoder(json.JSONEncoder):
+    """Writes arrays as lists, NumPy scalars as numbers, and all other values that JSON does not know as text."""
+
+    def default(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value.tolist()
+        if isinstance(value, np.generic):
+            return value.item()
+        return str(value)
+
+
+class JsonLines(FileSink):
+    """Writes one JSON object per line. After a line that was cut off, by a full disk or a kill, it starts a new one.
+
+    Args:
+        name: The file.
+        last: Entries at the end of each line.
+        strict: As for `as_json`.
+    """
+
+    def __init__(self, name: str | Path, last: Mapping[str, Any] | None = None, *, strict: bool = True) -> None:
+        super().__init__(name)
+        self._strict = strict
+        self._last = as_json(dict(last), strict=strict)[1:] if last else "}"
+
+    def _begin(self, first_step: int | None) -> None:
+        if first_step is not None and self.path.exists():
+            keep_lines(self.path, first_step, self.last_step)
+        open_to_append(self.path).close()
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        text = as_json(dict(row), strict=self._strict)[:-1]
+        separator = ", " if row and self._last != "}" else ""
+        with open_to_append(self.path) as file:
+            file.write(f"{text}{separator}{self._last}\n".encode())
+
+
+def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
+    """Keep only the reports of a file of lines up to a step. Lines that are not reports go, too."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report, last_step)]
+    with replacing(str(path)) as file:
+        file.write("".join(f"{line}\n" for line in kept).encode())
+
+
+def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None) -> bool:
+    """Return True if a report is of an epoch up to `step`, or, for a function, of a report up to it.
+
+    Args:
+        step: The last epoch or report that counts.
+        report: The report.
+        last_step: The last step inside the next epoch that counts; None if none does.
+    """
+    try:
+        number = int(report.get("training_iteration") or report["epoch"])
+        is_inside = last_step is not None and number == step + 1 and int(report["step"]) <= last_step
+        return number <= step or is_inside
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def report_in(line: str) -> dict[str, Any] | None:
+    """Return the report in a line; None if it is incomplete, as after a kill."""
+    try:
+        report = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return report if isinstance(report, dict) else None
+
+
+class JsonList(FileSink):
+    """Writes a file that is one list, complete after each row. An existing file is replaced by an empty list."""
+
+    def _begin(self, first_step: int | None) -> None:
+        self._num_bytes = self.path.write_text("[]") - 1
+
+    def write(self, row: Any, step: int) -> None:
+        """Write a row before the closing bracket, even if an earlier row could not be written."""
+        text = f"{', ' if self._num_bytes > 1 else ''}{as_json(row)}".encode()
+        with open(self.path, "r+b") as file:
+            file.truncate(self._num_bytes)
+            file.seek(self._num_bytes)
+            file.write(text + b"]")
+        self._num_bytes += len(text)
+
+
+def as_json(value: Any, indent: int | None = None, *, strict: bool = True) -> str:
+    """Return the value as JSON. Values and keys that JSON does not know become text.
+
+    NaN and infinity become null. With `strict=False` they are written as Python does.
+    """
+    dump = partial(json.dumps, cls=SafeFallbackEncoder, indent=indent, allow_nan=not strict)
+    try:
+        return dump(value)
+    except (TypeError, ValueError):  # keys that are not text, a dict inside itself, or NaN
+        return dump(_plain(value, strict, depth=0))
+
+
+def _plain(value: Any, strict: bool, depth: int) -> Any:
+    if depth > 50:
+        return "..."
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, strict, depth + 1) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, strict, depth + 1) for each in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist(), strict, depth + 1)
+    return None if strict and isinstance(value, float) and not math.isfinite(value) else value
+
+
+def open_to_append(path: Path) -> IO[bytes]:
+    """Open a file of lines to append to. Complete a last line that has no end.
+
+    Close it after one report, because a handle on which a write failed would refuse all later ones.
+    """
+    file = open(path, "ab+")  # noqa: SIM115
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return file
+
+
+class CsvTable(FileSink):
+    """Writes a table. Nested metrics get columns such as `val/loss`. A new metric adds a column to the whole table."""
+
+    def _begin(self, first_step: int | None) -> None:
+        self._columns = _columns_in(self.path)
+        if first_step is not None and self.path.exists():
+            self._rewrite(partial(is_until, first_step, last_step=self.last_step))
+        open_to_append(self.path).close()
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        flat = flattened(row)
+        added = [key for key in flat if key not in self._columns]
+        if added:
+            self._columns = self._rewrite(lambda row: True, added)
+        with open_to_append(self.path) as file:
+            file.write(_encoded(self._columns, [flat]))
+
+    def _rewrite(self, is_kept: Callable[[Mapping[str, Any]], bool], added: Sequence[str] = ()) -> list[str]:
+        """Rewrite the rows to keep, with additional columns. Return the columns."""
+        columns = [*self._columns, *added]
+        with _reading(self.path) as lines:
+            rows = [row for row in csv.DictReader(lines) if is_kept(row)]
+        with replacing(str(self.path)) as new:
+            new.write(_encoded(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+        return columns
+
+
+def _columns_in(path: Path) -> list[str]:
+    """Return the columns of the run that this one continues."""
+    if not path.exists():
+        return []
+    with _reading(path) as lines:
+        return next(csv.reader(lines), [])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Iterator[str]]:
+    """Yield the lines of a table, even of a damaged one: `csv` in Python 3.10 refuses zero bytes, so drop these."""
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        yield (line.replace("\0", "") for line in file)
+
+
+def _encoded(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+logger = logging.getLogger(__name__)
+
+
+class EventFile(Sink):
+    """Writes metrics to an event file for TensorBoard. A thread flushes it within two seconds.
+
+    tensorboardX imports PyTorch, which takes a second if the driver has not imported it. So another thread opens the
+    file after the first row. Neither the start of a run nor a row waits for it, unless rows are flushed.
+
+    Args:
+        folder: The folder of the file: an absolute path, or relative to that of the run; "" for that itself.
+        prefix: Prefix of the names of all metrics, without a slash at the end; "" for none.
+        flushes: True if each row is on the disk when `write` returns.
+        purpose: What needs the package, for the error if it is missing.
+
+    Raises:
+        ModuleNotFoundError: tensorboardX is not installed.
+    """
+
+    VALID_SUMMARY_TYPES = (int, float, np.float32, np.float64, np.int32, np.int64)
+
+    def __init__(
+        self, folder: str | Path, prefix: str, *, flushes: bool = False, purpose: str = "a file for TensorBoard"
+    ) -> None:
+        require_installed("tensorboardX", extra="tensorboard", purpose=purpose)
+        self._folder, self._prefix, self._flushes = Path(folder), f"{prefix}/" if prefix else "", flushes
+        self._waiting: list[tuple[dict[str, Any], int]] = []
+        self._once = Once()
+        self._opener: ThreadPoolExecutor | None = None
+
+    def open(self, run: Any, first_step: int | None = None) -> None:
+        self._path = place_in(run, self._folder)
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._opener, self._waiting = None, []
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Write one row as soon as the file is open. Skip values that cannot be shown, with a warning for each name."""
+        self._waiting.append((dict(row), step))
+        if self._opener is None:
+            self._opener = ThreadPoolExecutor(1, thread_name_prefix="raysgd-tensorboard")
+            self._opening = self._opener.submit(_writer_in, self._path)
+        if self._flushes or self._opening.done():
+            self._write_waiting()
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Write the waiting rows, and end the file and its threads."""
+        opener, self._opener = self._opener, None
+        if opener is None:
+            return
+        opener.shutdown()
+        try:
+            self._write_waiting()
+        finally:
+            self._opening.result().close()
+
+    def _write_waiting(self) -> None:
+        writer = self._opening.result()
+        while self._waiting:  # if one fails, the rows after it wait for the next time
+            self._write_row(writer, *self._waiting.pop(0))
+        if self._flushes:
+            writer.flush()
+
+    def _write_row(self, writer: Any, row: Mapping[str, Any], step: int) -> None:
+        scalars = {}
+        for name, value in flattened(row).items():
+            value = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+            if not isinstance(value, self.VALID_SUMMARY_TYPES):
+                self._write_value(writer, f"{self._prefix}{name}", value, step)
+            elif not math.isnan(value):
+                scalars[f"{self._prefix}{name}"] = value
+        _write_scalars(writer, scalars, step)
+
+    def _write_value(self, writer: Any, name: str, value: Any, step: int) -> None:
+        if isinstance(value, np.ndarray) and value.ndim == 5:
+            writer.add_video(name, value, global_step=step, fps=20)
+        elif isinstance(value, list | np.ndarray) and len(value) > 0:
+            try:
+                writer.add_histogram(name, value, global_step=step)
+            except (TypeError, ValueError):  # a list of other things than numbers
+                self._warn(name, value)
+        elif not isinstance(value, Mapping):
+            self._warn(name, value)
+
+    def _warn(self, name: str, value: Any) -> None:
+        if self._once.is_first(name):
+            logger.warning("`%s` is not written for TensorBoard: it is a %s", name, type(value).__name__)
+
+
+def _writer_in(folder: Path) -> Any:
+    tensorboard = require("tensorboardX", extra="tensorboard", purpose="a file for TensorBoard")
+    return tensorboard.SummaryWriter(str(folder), flush_secs=_FLUSH_S)
+
+
+def _write_scalars(writer: Any, scalars: Mapping[str, Any], step: int) -> None:
+    """Write all of them in one event, because each event wakes the thread that writes."""
+    summary = require("tensorboardX.summary", extra="tensorboard", purpose="a file for TensorBoard")
+    if scalars:
+        first, *others = (summary.scalar(name, value) for name, value in scalars.items())
+        for other in others:
+            first.MergeFrom(other)
+        writer.file_writer.add_summary(first, step)

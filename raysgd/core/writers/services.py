@@ -1,0 +1,278 @@
+"""Metrics in runs of services: MLflow, Weights & Biases, and Comet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from raysgd.core.imports import require
+from raysgd.core.numbers.metric_names import flattened
+from raysgd.core.text.secrets import masked
+from raysgd.core.writers.sink import Sink
+
+
+class ServiceRun(Sink):
+    """Writes to a run of a service: the active one of this process, which stays open at the end, or a new one.
+
+    Args:
+        package: The package of the service.
+        extra: The extra of this distribution that installs it.
+        purpose: What needs it, for the error if it is missing.
+        name: Name of a new run; None for the name of the raysgd run.
+
+    Attributes:
+        run_id: ID of the service's run. If it is set before `open`, that run is continued, unless the raysgd run is
+            new.
+
+    Raises:
+        ModuleNotFoundError: The package is not installed.
+    """
+
+    def __init__(self, package: str, extra: str, purpose: str, name: str | None = None) -> None:
+        require(package, extra, purpose)
+        self._package, self._extra, self._name = package, extra, name
+        self.run_id: str | None = None
+        self._run: Any = None
+        self._is_own = False
+
+    @property
+    def _service(self) -> Any:
+        """The package. It is not stored, because a module cannot be copied."""
+        return require(self._package, self._extra)
+
+    def open(self, run: Any, first_step: int | None = None) -> None:
+        self.run_id = self.run_id if first_step else None
+        active = self._active()
+        self._is_own = active is None
+        self._run = self._start(run) if active is None else active
+
+    def close(self, *, has_failed: bool = False) -> None:
+        run, self._run = self._run, None
+        if self._is_own and run is not None:
+            self._end(run, has_failed)
+
+    @abstractmethod
+    def _active(self) -> Any:
+        """Return the active run of this process; None if there is none."""
+
+    @abstractmethod
+    def _start(self, run: Any) -> Any:
+        """Start a run, or continue the run `run_id` if there is one."""
+
+    @abstractmethod
+    def _end(self, started: Any, has_failed: bool) -> None:
+        """End a run that was started here."""
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are numbers, including those in nested dicts."""
+    found = {}
+    for name, value in flattened(metrics).items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return found
+
+
+logger = logging.getLogger(__name__)
+
+_default_stores: set[str] = set()  # chosen by this module; MLflow cannot tell them from a user's choice
+
+
+class MLflowRun(ServiceRun):
+    """Writes to a run of MLflow.
+
+    Args:
+        tracking_uri: Where runs are stored. Default: the value of `mlflow.set_tracking_uri` or of the environment
+            variable MLFLOW_TRACKING_URI, otherwise the folder `mlruns` in the folder of the raysgd run.
+        registry_uri: Where models are stored. Default: with the runs, or MLFLOW_REGISTRY_URI if it is set.
+        experiment_id: ID of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
+        experiment_name: Without an ID, the name of an experiment, which is created if necessary. Default:
+            MLFLOW_EXPERIMENT_NAME, otherwise the name of the raysgd run.
+        tags: Tags of the run.
+        joins: True to write to the active run, if there is one.
+        name: Name of a new run.
+        purpose: What needs MLflow, for the error if it is missing.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        registry_uri: str | None = None,
+        experiment_id: str | None = None,
+        experiment_name: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        *,
+        joins: bool = False,
+        name: str | None = None,
+        purpose: str = "a run of MLflow",
+    ) -> None:
+        super().__init__("mlflow", "mlflow", purpose, name)
+        self._tracking_uri, self._registry_uri = tracking_uri, registry_uri
+        self._experiment_id, self._experiment_name = experiment_id, experiment_name
+        self._tags, self._joins = dict(tags or {}), joins
+
+    def open(self, run: Any, first_step: int | None = None) -> None:
+        super().open(run, first_step)
+        if self.run_id is None:
+            self._log_parameters(_by_allowed_names(_parameters(masked(run.config))))
+        self.run_id = str(self._run.info.run_id)
+
+    def _active(self) -> Any:
+        return self._service.active_run() if self._joins else None
+
+    def _start(self, run: Any) -> Any:
+        self._choose_store(run.folder / "mlruns")
+        where = {"experiment_id": self._find_experiment(run.name)} if self.run_id is None else {"run_id": self.run_id}
+        return self._service.start_run(**where, run_name=self._name or run.name, tags=self._tags)
+
+    def _end(self, started: Any, has_failed: bool) -> None:
+        self._service.end_run(status="FAILED" if has_failed else "FINISHED")
+
+    def _log_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Log the parameters, or those that MLflow accepts: an active run may have another value for one of them."""
+        try:
+            self._service.log_params(parameters)
+        except self._service.exceptions.MlflowException as error:
+            logger.warning("MLflow does not take all parameters: %s", masked(str(error)))
+            for name, value in parameters.items():
+                with suppress(self._service.exceptions.MlflowException):
+                    self._service.log_param(name, value)
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Log the numbers of a row."""
+        self._service.log_metrics(_by_allowed_names(numbers_in(row)), step=step)
+
+    def add_folder(self, folder: Path) -> None:
+        """Upload a folder under its own name."""
+        self._service.log_artifacts(str(folder), artifact_path=folder.name)
+
+    def _choose_store(self, default: Path) -> None:
+        mlflow = self._service
+        is_chosen = mlflow.is_tracking_uri_set() and mlflow.get_tracking_uri() not in _default_stores
+        if self._tracking_uri or not is_chosen:
+            mlflow.set_tracking_uri(self._tracking_uri or str(default))
+        if not self._tracking_uri and not is_chosen:
+            _default_stores.add(str(default))
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # required by MLflow 3 for a store in a folder
+        if self._registry_uri:
+            mlflow.set_registry_uri(self._registry_uri)
+
+    def _find_experiment(self, default: str | None) -> str:
+        identity = self._experiment_id or os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if identity is not None:
+            try:
+                return str(self._service.get_experiment(experiment_id=identity).experiment_id)
+            except self._service.exceptions.MlflowException:
+                logger.warning("there is no MLflow experiment %s; looking for one by name", identity)
+        name = self._experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or default
+        if name is None:
+            raise ValueError(
+                "MLflow needs an experiment: pass the `experiment_id` of an existing one, or an `experiment_name`."
+            )
+        found = self._service.get_experiment_by_name(name)
+        return str(found.experiment_id if found is not None else self._service.create_experiment(name))
+
+
+def _parameters(config: Any) -> dict[str, Any]:
+    """Return the config of a function as names and values, if it has names."""
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
+
+
+def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with names that MLflow allows. Other characters become underscores.
+
+    >>> from raysgd.utils import BATCH_SIZE
+    >>> _by_allowed_names({BATCH_SIZE: 64, "top@5": 0.9})
+    {'_batch_size': 64, 'top_5': 0.9}
+    """
+    return {re.sub(r"[^\w\-. :/]", "_", str(name)) or "_": value for name, value in values.items()}
+
+
+class WandbRun(ServiceRun):
+    """Writes to a run of Weights & Biases.
+
+    Args:
+        name: Name of a new run.
+        purpose: What needs the package, for the error if it is missing.
+        options: Arguments of `wandb.init`, such as `project` and `mode`.
+    """
+
+    def __init__(self, name: str | None = None, purpose: str = "a run of Weights & Biases", **options: Any) -> None:
+        super().__init__("wandb", "wandb", purpose, name)
+        self._options = options
+
+    def open(self, run: Any, first_step: int | None = None) -> None:
+        super().open(run, first_step)
+        self.run_id = str(self._run.id)
+
+    def _active(self) -> Any:
+        return self._service.run
+
+    def _start(self, run: Any) -> Any:
+        going_on = {} if self.run_id is None else {"id": self.run_id, "resume": "allow"}
+        options = {"name": self._name or run.name, "dir": str(run.folder), **going_on, **self._options}
+        return self._service.init(config=dict(masked(run.config)), **options)
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Log the numbers of a row."""
+        self._run.log(numbers_in(row), step=step)
+
+    def _end(self, started: Any, has_failed: bool) -> None:
+        started.finish(exit_code=int(has_failed))
+
+
+class CometRun(ServiceRun):
+    """Writes to an experiment of Comet.
+
+    Args:
+        online: True to send it. Otherwise it becomes an archive in the folder of the run, for `comet upload`.
+        name: Name of a new experiment.
+        purpose: What needs the package, for the error if it is missing.
+        options: Arguments of the experiment, such as `project_name` and `workspace`.
+    """
+
+    def __init__(
+        self, online: bool = True, name: str | None = None, purpose: str = "an experiment of Comet", **options: Any
+    ) -> None:
+        super().__init__("comet_ml", "comet", purpose, name)
+        self._online, self._options = online, options
+
+    def open(self, run: Any, first_step: int | None = None) -> None:
+        super().open(run, first_step)
+        self._run.log_parameters(flattened(masked(run.config)))
+        self.run_id = str(self._run.get_key())
+
+    def _active(self) -> Any:
+        active = self._service.get_running_experiment()
+        return active if active is not None and active.alive else None  # Comet still returns one that has ended
+
+    def _start(self, run: Any) -> Any:
+        options = dict(self._options)
+        if not self._online:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            options.setdefault("offline_directory", str(run.folder))
+        if self.run_id is not None:
+            options["previous_experiment"] = self.run_id
+        kind = f"{'' if self.run_id is None else 'Existing'}{'' if self._online else 'Offline'}Experiment"
+        started = getattr(self._service, kind)(**options)
+        if self.run_id is None:
+            started.set_name(self._name or run.name)
+        return started
+
+    def write(self, row: Mapping[str, Any], step: int) -> None:
+        """Log the numbers of a row."""
+        self._run.log_metrics(numbers_in(row), step=step)
+
+    def _end(self, started: Any, has_failed: bool) -> None:
+        started.log_other("status", "failed" if has_failed else "finished")
+        started.end()

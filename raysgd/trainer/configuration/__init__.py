@@ -1,0 +1,1 @@
+"""What users configure of a trainer: options of batches, placement, recovery, and the settings that workers get."""

@@ -1,0 +1,80 @@
+"""Division of a global batch size over a group of workers.
+
+The user sets one batch size for the whole group, and each worker gets an equal part. Everything here is computed from
+the requested value, so a group that shrinks from 4 to 3 workers and grows back to 4 loses nothing to rounding. The
+functions are pure: they change no config and log nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.core.arguments import check_count, with_entries
+from raysgd.utils import BATCH_SIZE
+
+_PLAIN = "Pass a plain `int`."
+
+
+def split_batch_size(requested: int, num_workers: int) -> int:
+    """Return each worker's part of a global batch size, rounded down.
+
+    Args:
+        requested: Samples per step over all workers. Any integer type, such as NumPy's from a search algorithm.
+        num_workers: Size of the group, at least 1.
+
+    Raises:
+        ValueError: A value is not an integer or is below 1, or there are more workers than samples in a step.
+
+    Examples:
+        >>> split_batch_size(21, num_workers=2)
+        10
+    """
+    num_samples = check_global_size(requested)
+    size = check_count("num_workers", num_workers, _PLAIN)
+    per_worker = num_samples // size
+    if per_worker == 0:
+        raise ValueError(
+            f"`config[{BATCH_SIZE!r}]={num_samples}` with `num_workers={size}`: this batch size is that of all "
+            f"workers together, so it must be at least their number. Raise it to {size} or more, or use fewer workers."
+        )
+    return per_worker
+
+
+def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
+    """Describe the size of a step that depends on the number of workers, and the option that would fix it.
+
+    Examples:
+        >>> global_batch_in_words(2, 32, can_be_constant=True)
+        '2 workers x 32 samples: a global batch of 64; split_batches=True keeps 32'
+    """
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    advice = f"; split_batches=True keeps {batch_size}" if can_be_constant else ""
+    return f"{workers} x {batch_size} samples: a global batch of {num_workers * batch_size}{advice}"
+
+
+def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
+    """Return a copy of the user's config in which the global batch size is replaced by one worker's part.
+
+    Only the key `raysgd.utils.BATCH_SIZE` is changed, if it is there; a plain `"batch_size"` is already that of one
+    worker. The copy is shallow: its values are the user's objects.
+
+    Raises:
+        ValueError: The batch size cannot be divided over this many workers; see `split_batch_size`.
+
+    Examples:
+        >>> config_for_worker({"*batch_size": 64, "lr": 0.1}, num_workers=4)
+        {'*batch_size': 16, 'lr': 0.1}
+    """
+    if BATCH_SIZE not in config:
+        return with_entries(config)
+    return with_entries(config, {BATCH_SIZE: split_batch_size(config[BATCH_SIZE], num_workers)})
+
+
+def check_global_size(requested: Any) -> int:
+    """Check a batch size, and return it as a Python integer.
+
+    Raises:
+        ValueError: It is not an integer, or below 1.
+    """
+    return check_count(f"config[{BATCH_SIZE!r}]", requested, _PLAIN)

@@ -1,0 +1,71 @@
+"""`Recovery`: rules for the failure of a worker, timeouts, and snapshots to restart from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from raysgd.core import arguments as checks
+from raysgd.core.engine.shared.group_spec import EverySeconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Rules for the failure of a worker, timeouts, and snapshots to restart from.
+
+    Pass it as `recovery` to `TorchTrainer` or `TFTrainer`.
+
+    Args:
+        in_place: True if survivors keep their processes and continue where they are, if possible; see
+            `docs/fault-tolerance.md`. Otherwise, and with False, all workers restart from the last snapshot.
+        wait_for_workers: True if survivors wait up to 30 s for new workers, which are started at once in any case.
+            "auto": do not wait if the global batch does not depend on the number of workers (`BATCH_SIZE`,
+            `split_batches=True`) and there is memory for their larger shares. New workers then join during the epoch.
+        resize_interval_s: How often a trainer with too few workers looks for room during an epoch. None: only before
+            each call.
+        heartbeat_s: A worker process that does not respond for this long, because it is stopped or frozen, counts as
+            lost. A worker that is still starting has at least 120 s.
+        form_timeout_s: How long workers that are all ready may take to form a group; never longer than `timeout_s`.
+        settle_timeout_s: How long a survivor may take to finish its step after a failure, and a spare its validation
+            batch. Then it is replaced.
+        snapshot_every_s: After which calls the workers copy their state, to restart from it. "auto": copies take at
+            most 2 % of the time, and a restart repeats at most 30 s of completed calls. A number: at most once in that
+            many seconds; 0: after each call. None: never; a failure that needs a snapshot then raises
+            `WorkersLostError`.
+        snapshot_every_n_steps: How often to copy the state inside an epoch as well. None: only after calls. The driver
+            collects copies four times a second, so choose a number of steps that take a second or more.
+        undo: What workers copy before each batch, to repeat it after a failure in the middle. None: buffers always, and
+            everything if needed; see `docs/recovery.md`. True: everything; only for `TorchTrainer`. False: nothing, so
+            that a failure in the middle of a batch restarts the call from the snapshot.
+
+    Raises:
+        ValueError: A value is not allowed.
+
+    Examples:
+        >>> from raysgd import Recovery
+        >>> options = {"num_workers": 2, "recovery": Recovery(heartbeat_s=10.0)}
+    """
+
+    in_place: bool = True
+    wait_for_workers: bool | Literal["auto"] = "auto"
+    resize_interval_s: float | None = 60.0
+    heartbeat_s: float = 30.0
+    form_timeout_s: float = 120.0
+    settle_timeout_s: float = 120.0
+    snapshot_every_s: EverySeconds = "auto"
+    snapshot_every_n_steps: int | None = None
+    undo: bool | None = None
+
+    def __post_init__(self) -> None:
+        checks.check_switch("in_place", self.in_place)
+        checks.check_switch("wait_for_workers", self.wait_for_workers, "auto")
+        if self.resize_interval_s is not None:
+            checks.check_seconds("resize_interval_s", self.resize_interval_s, may_be_least=False)
+        checks.check_seconds("heartbeat_s", self.heartbeat_s, checks.MIN_HEARTBEAT_S)
+        for name in ("form_timeout_s", "settle_timeout_s"):
+            checks.check_seconds(name, getattr(self, name), may_be_least=False)
+        checks.check_auto_seconds("snapshot_every_s", self.snapshot_every_s, "no snapshots")
+        if self.snapshot_every_n_steps is not None:
+            hint = "None copies the state between calls only."
+            checks.check_count("snapshot_every_n_steps", self.snapshot_every_n_steps, hint)
+        checks.check_switch("undo", self.undo, None)

@@ -1,0 +1,163 @@
+"""Settings that both class-based trainers accept: checked once, when they are created, and passed on unchanged.
+
+A front end adds its own options in a subclass of `ReplicaSettings`. A new option needs changes in three places: the
+signature and docstring of the trainer, a field with its check here or in the subclass, and the code that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, TypeVar
+
+from raysgd.core import arguments as checks
+from raysgd.core.engine.shared.types import World
+from raysgd.exceptions import InvalidCountError
+from raysgd.trainer.configuration.batch_options import BatchOptions
+from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.utils import BATCH_SIZE
+
+SettingsT = TypeVar("SettingsT", bound="ReplicaSettings")
+
+STREAMS_NEED = (
+    "a stream, whose `batch(size)` is always the global batch of all workers: pass `split_batches=True` to the "
+    "trainer, and not `add_dist_sampler=False`."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """The number of workers, their resources, and rules for failures.
+
+    The front ends' docstrings explain each field.
+
+    Raises:
+        ValueError, TypeError: A value is not allowed.
+        InvalidCountError: A count is out of range.
+    """
+
+    num_workers: int
+    backend: str
+    timeout_s: float
+    num_cpus_per_worker: float = 1
+    num_gpus_per_worker: float = 1
+    placement: Placement = field(default_factory=Placement)
+    initialization_hook: Callable[[], Any] | None = None
+    use_local: bool = False
+    recovery: Recovery = field(default_factory=Recovery)
+    min_workers: int = 1
+    spare_workers: int = 0
+
+    def __post_init__(self) -> None:
+        checks.refuse_text(use_local=self.use_local)
+        checks.check_hook(self.initialization_hook)
+        checks.check_amount("num_cpus_per_worker", self.num_cpus_per_worker)
+        checks.check_kind("recovery", self.recovery, Recovery)
+        self._check_counts()
+        checks.check_seconds("timeout_s", self.timeout_s, may_be_least=False)
+
+    def _check_counts(self) -> None:
+        checks.check_num_workers(
+            "min_workers", self.min_workers, hint="It is the number of workers to wait for after a failure."
+        )
+        if self.min_workers > self.num_workers:
+            raise InvalidCountError(
+                f"`min_workers={self.min_workers}` with `num_workers={self.num_workers}`: it cannot exceed "
+                "`num_workers`. Lower one or raise the other."
+            )
+        checks.check_num_workers(
+            "spare_workers", self.spare_workers, hint="They validate, and step in for lost ones.", least=0
+        )
+
+    @property
+    def is_driver_only(self) -> bool:
+        """True if the only worker is the driver itself."""
+        return self.use_local and self.num_workers == 1
+
+    def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
+        """Check that spare workers could replace lost ones, if there are any.
+
+        Args:
+            obstacles: Tuples of a flag that is True if the obstacle applies, and the argument that causes it.
+            way_out: Arguments that work with spares.
+        """
+        own = ((self.is_driver_only, "`use_local=True`"), (not self.recovery.in_place, "`Recovery(in_place=False)`"))
+        for applies, what in (*own, *obstacles):
+            if self.spare_workers and applies:
+                raise ValueError(
+                    f"`spare_workers={self.spare_workers}` with {what} cannot work: no spare can step in there. Use "
+                    f"{way_out}, or no spares."
+                )
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """The settings from which every replica is made. A front end adds fields.
+
+    Attributes:
+        training_operator_cls: The operator class.
+        config: The operator's config. `BATCH_SIZE` in it is the batch size of all workers together.
+        use_gpu: True if each worker has GPUs.
+        recovery: Rules for failures.
+        batch_options: Size of the global batch, and how it is divided.
+        revision: Number of times that operators were created again, by `reload` or `reset_config`.
+        config_changes: For each later `update_config`, the former values of the entries.
+        callbacks_revision: Number of times that the callbacks in the workers were replaced.
+
+    Raises:
+        ValueError: A value is not allowed.
+    """
+
+    training_operator_cls: type[Any]
+    config: Mapping[str, Any]
+    _: KW_ONLY
+    use_gpu: bool = False
+    recovery: Recovery = field(default_factory=Recovery)
+    batch_options: BatchOptions = field(default_factory=BatchOptions)
+    revision: int = 0
+    config_changes: tuple[Mapping[str, Any], ...] = ()
+    callbacks_revision: int = 0
+
+    def after(self: SettingsT, num_changes: int) -> SettingsT:
+        """Return the settings as they were after so many changes of the config; 0 for those of `setup`."""
+        if num_changes >= len(self.config_changes):
+            return self
+        config = checks.with_entries(self.config)
+        for before in reversed(self.config_changes[num_changes:]):
+            config.update(before)
+        return replace(self, config=config, config_changes=self.config_changes[:num_changes])
+
+    def follow(self, others: ReplicaSettings) -> bool:
+        """Return True if an operator made from `others` only needs later config changes to match these settings."""
+        return self.revision == others.revision and len(self.config_changes) >= len(others.config_changes)
+
+    def config_for(self, num_workers: int) -> dict[str, Any]:
+        """Return the config for the operator, one of so many."""
+        return self.batch_options.config_for(self.config, num_workers)
+
+    @property
+    def keeps_global_batch(self) -> bool:
+        """True if the global batch does not depend on the number of workers."""
+        return self.batch_options.is_global or BATCH_SIZE in self.config
+
+    @property
+    def obstacle_of_streams(self) -> str | None:
+        """The reason why these settings do not work with a stream; None if they do."""
+        return None if self.batch_options.is_global else STREAMS_NEED
+
+
+@dataclass
+class ReplicaMaker:
+    """Makes the replicas of a trainer, from its settings at the time.
+
+    Attributes:
+        runner_cls: Class of the replicas.
+        settings: The current settings.
+    """
+
+    runner_cls: Any
+    settings: Any = None
+
+    def __call__(self, world: World) -> Any:
+        return self.runner_cls(self.settings, world)

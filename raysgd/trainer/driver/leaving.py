@@ -1,0 +1,153 @@
+"""The reasons for which `fit` stops a run early: a signal to the program, or `max_time`. See ADR 140."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from raysgd.core import arguments as checks
+from raysgd.exceptions import Preempted
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SAME_S = 1.0  # `timeout` and Slurm send a signal to a process and to its group, so it may come twice
+_FIRST_SAVE_S = 60.0
+_DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
+
+Handler = Callable[[int, Any], Any]
+
+
+class Leaving:
+    """Decides whether a run must stop early, and says why.
+
+    Args:
+        max_time: How long the run may take; None for no limit.
+        now: Returns the time in seconds.
+
+    Attributes:
+        signal: The signal that came, or None.
+
+    Raises:
+        ValueError: `max_time` is not a length of time.
+    """
+
+    def __init__(self, max_time: Any = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._max_s = None if max_time is None else seconds_of(max_time)
+        self._now, self._began = now, now()
+        self._slowest_save_s: float | None = None
+        self._came_at = 0.0
+        self._before: dict[int, Any] = {}
+        self.signal: int | None = None
+
+    def begin(self) -> None:
+        """Start counting the time."""
+        self._began = self._now()
+
+    def note_save(self, seconds: float) -> None:
+        """Take account of the time of a save, to keep enough in reserve."""
+        self._slowest_save_s = max(seconds, self._slowest_save_s or 0.0)
+
+    @property
+    def may_come(self) -> bool:
+        """True if a time limit or a signal can stop the run."""
+        return self._max_s is not None or bool(self._before)
+
+    def is_due(self) -> bool:
+        """Return True if the run must stop now."""
+        return self.signal is not None or self._is_late()
+
+    def _is_late(self) -> bool:
+        if self._max_s is None:
+            return False
+        save_s = self._slowest_save_s
+        reserve_s = min(_FIRST_SAVE_S, self._max_s / 2) if save_s is None else 2 * save_s
+        return self._now() - self._began >= self._max_s - reserve_s
+
+    @property
+    def reason(self) -> str:
+        """Why the run stops early, in words."""
+        return f"`max_time` of {self._max_s:g} s" if self.signal is None else signal.Signals(self.signal).name
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle signals inside the block, if this process can, and restore the old handlers after it."""
+        place = _obstacle()
+        if place is not None:
+            logger.debug("`fit` does not listen to signals: it runs in %s", place)
+            yield
+            return
+        for number in SIGNALS:
+            before = signal.getsignal(number)
+            if before not in (None, signal.SIG_IGN):  # None is a handler in C, such as that of `faulthandler`
+                self._before[number] = signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            for noted, before in self._before.items():
+                if signal.getsignal(noted) == self._note:  # else the program has set its own meanwhile
+                    signal.signal(noted, before)
+
+    def _note(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._came_at = number, now
+        elif now > self._came_at + _SAME_S:
+            signal.signal(number, signal.SIG_DFL)
+            raise self.error(None)
+
+    def error(self, checkpoint: str | None) -> BaseException:
+        """Return the exception that ends the program, or the cell of a notebook."""
+        assert self.signal is not None, "a signal came"
+        ipython = sys.modules.get("IPython")
+        if ipython is not None and ipython.get_ipython() is not None:
+            return KeyboardInterrupt(self.reason)
+        return Preempted(self.signal, checkpoint)
+
+    def call_former_handler(self) -> None:
+        """Call the handler that the program itself had set for the signal."""
+        assert self.signal is not None, "a signal came"
+        handler = self._before.get(self.signal)
+        if callable(handler) and not (getattr(handler, "__module__", None) or "").startswith("ray."):
+            handler(self.signal, None)
+
+
+def _obstacle() -> str | None:
+    """Return where this code runs if it cannot handle signals there, else None."""
+    if threading.current_thread() is not threading.main_thread():
+        return "another thread than the main one"
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
+        return "a worker of Ray"
+    return None
+
+
+def seconds_of(max_time: Any) -> float:
+    """Return a length of time in seconds.
+
+    Raises:
+        ValueError: `max_time` is not a length of time.
+
+    >>> [seconds_of(each) for each in (90, timedelta(minutes=2), "01:00:00", "1-00:00:01")]
+    [90.0, 120.0, 3600.0, 86401.0]
+    """
+    if isinstance(max_time, timedelta):
+        max_time = max_time.total_seconds()
+    found = _DURATION.fullmatch(max_time.strip()) if isinstance(max_time, str) else None
+    if found is not None:
+        days, hours, minutes, seconds = (int(each or 0) for each in found.groups())
+        max_time = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if isinstance(max_time, str):
+        raise ValueError(
+            f"`max_time={max_time!r}`: need seconds, a `timedelta`, or a text such as '23:30:00' or '1-12:00:00' "
+            "(hours, minutes, seconds, and days before them)."
+        )
+    return float(checks.check_seconds("max_time", max_time, may_be_least=False))

@@ -1,0 +1,144 @@
+"""`predict` in the driver: deals batches to the workers in rounds, and returns the outputs in the order of the rows.
+
+A round is a call that changes nothing. If a worker dies in it, the round is divided over the other workers and
+repeated, so no row is lost or doubled. ADR 79 says why there are rounds.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from raysgd.core.arrays import trees
+from raysgd.core.arrays.ray_batches import PLAIN_BATCH_SIZE
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.shared.call import Call
+from raysgd.core.engine.shared.types import World
+from raysgd.core.numbers.results import CallProgress
+from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.driver.calls import ProgressListeners
+from raysgd.trainer.driver.sharing import placed_once
+from raysgd.trainer.messages.prediction import PredictRequest
+from raysgd.trainer.messages.prediction_data import DEFAULT_BATCH_SIZE, PredictionSource
+from raysgd.utils import BATCH_SIZE
+
+_SHORT_S, _LONG_S = 0.25, 1.0
+_MOST_BYTES = 64 * 2**20
+_MOST_BATCHES = 1024
+_LARGE_BYTES = 2**16
+
+
+def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
+    """Return the number of rows in a batch of one worker, according to the config."""
+    options = settings.batch_options
+    config = options.config_for(settings.config, num_workers)
+    return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
+
+
+def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> int:
+    """Return how many batches each worker gets next: enough for few rounds, but no more than fits in memory.
+
+    Args:
+        size: Batches per worker in the last round.
+        seconds: How long the last round took.
+        num_bytes: Bytes of its inputs and outputs.
+        num_batches: Batches in it, over all workers.
+        num_workers: Number of workers.
+    """
+    wanted = size * 2 if seconds < _SHORT_S else size // 2 if seconds > _LONG_S else size
+    fitting = _MOST_BYTES * num_batches // (max(1, num_bytes) * num_workers)
+    return max(1, min(wanted, fitting, _MOST_BATCHES))
+
+
+class PredictionRounds:
+    """The rounds of one prediction.
+
+    Args:
+        controller: Runs calls on the workers.
+        predict: Method of the replicas that predicts.
+        source: Source of the batches.
+        info: Values to pass to the operator.
+        has_target: Whether batches that are tuples end with a target; None decides by the data.
+        max_retries: How many times to repeat a round after a failure.
+        place: Stores a value for a rank, and returns what to send.
+        listeners: Listeners for the progress.
+    """
+
+    def __init__(
+        self,
+        controller: ElasticController,
+        predict: Callable[..., Any],
+        source: PredictionSource,
+        info: Mapping[str, Any],
+        has_target: bool | None,
+        max_retries: int,
+        place: Callable[[int, Any], Any],
+        listeners: ProgressListeners,
+    ) -> None:
+        self._controller, self._predict, self._source = controller, predict, source
+        self._info, self._max_retries = info, max_retries
+        self._has_target = source.has_target if has_target is None else has_target
+        self._place, self._listeners = place, listeners
+        self._key = uuid.uuid4().hex
+        self._round_size = 1
+        self._num_done = 0
+        self._worlds: Sequence[World] = ()
+
+    def outputs(self) -> Iterator[Any]:
+        """Yield the output for each batch, in order."""
+        try:
+            while pieces := self._source.draw(self._round_size * self._controller.num_workers):
+                yield from self._round(pieces)
+            self._tell(self._num_done, is_done=True)
+        finally:
+            self._source.close()
+
+    def _round(self, pieces: Sequence[Any]) -> list[Any]:
+        began_at = time.monotonic()
+        call = Call(self._predict, partial(self._requests, pieces), on_wait=self._listeners.on_wait)
+        answers = self._controller.run(call, max_retries=self._max_retries)
+        outputs = [output for answer in answers for output in answer]
+        num_bytes = sum(map(self._source.nbytes, pieces)) + sum(map(trees.nbytes, outputs))
+        seconds = time.monotonic() - began_at
+        self._round_size = next_round_size(self._round_size, seconds, num_bytes, len(pieces), len(answers))
+        self._num_done += len(pieces)
+        self._tell(self._source.num_batches)
+        return outputs
+
+    def _tell(self, total: int | None, is_done: bool = False) -> None:
+        self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
+
+    def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+        """Return a request for each rank. A new group also gets the data that all ranks share."""
+        is_new, self._worlds = worlds is not self._worlds, worlds
+        has_share = is_new and self._source.share is not None  # stored once for all ranks
+        shares = placed_once(self._place, [self._source.share] * len(worlds)) if has_share else None
+        requests, first = [], 0
+        is_last = self._num_done + len(pieces) == self._source.num_batches
+        for rank, own in enumerate(dealt(pieces, len(worlds))):
+            work = self._source.work(own)
+            is_large = sum(map(self._source.nbytes, own)) > _LARGE_BYTES
+            done, total = self._num_done, self._source.num_batches
+            request = PredictRequest(
+                self._key, self._info, self._has_target, done + first, done, len(worlds), total, is_last
+            )
+            parts = [request, self._place(rank, work) if is_large else work]
+            requests.append(tuple(parts if shares is None else [*parts, shares[rank]]))
+            first += len(own)
+        return requests
+
+
+def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:
+    """Divide pieces into consecutive parts, one for each worker, as evenly as possible.
+
+    Examples:
+        >>> dealt([1, 2, 3, 4, 5], 3)
+        [[1, 2], [3, 4], [5]]
+    """
+    size, more = divmod(len(pieces), num_workers)
+    ends = [rank * size + min(rank, more) for rank in range(num_workers + 1)]
+    return [pieces[start:stop] for start, stop in pairwise(ends)]

@@ -1,0 +1,1233 @@
+"""`ClassTrainer`: the common base of both class-based front ends.
+
+It runs epochs, predictions and functions on all operators, and shuts the workers down. It can also give live workers
+another config, another operator class, or the state of another trainer, without new processes. Workers that start
+later get the change, too. A change that fails leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import sysconfig
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import fields, replace
+from datetime import timedelta
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, overload
+
+from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.sidecar import Sidecar, Sidecars
+from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.core import arguments as checks
+from raysgd.core.arrays.containers import Container
+from raysgd.core.arrays.data_kinds import CallData
+from raysgd.core.engine.background_calls import BackgroundCalls
+from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.keeper import Keeper
+from raysgd.core.engine.program_end import end_with
+from raysgd.core.engine.shared.call import Call, CallHandle
+from raysgd.core.engine.shared.connection import Connection
+from raysgd.core.engine.shared.time_spent import TimeLedger
+from raysgd.core.engine.shared.tracebacks import hide_library_frames
+from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
+from raysgd.core.engine.status import TrainerStatus
+from raysgd.core.engine.worker import is_sendable
+from raysgd.core.history import readable
+from raysgd.core.history.history import CallRecorder, History, Kind, RecordBeside, as_test, recorded
+from raysgd.core.numbers.results import Metrics
+from raysgd.core.text.cards import card
+from raysgd.core.text.log_lines import Once
+from raysgd.core.text.secrets import masked
+from raysgd.exceptions import NoDataError, OnFailure, RaySGDError, UnpicklableError
+from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.trainer.configuration.batching import global_batch_in_words
+from raysgd.trainer.configuration.recovery import Recovery
+from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
+from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners, Validation, asked
+from raysgd.trainer.driver.controlling import make_controller
+from raysgd.trainer.driver.fit_loop import Fit, FitOptions, FitProgress, NoteProgress, TrainerPort
+from raysgd.trainer.driver.keeping import FileSaves, KeptTrainer
+from raysgd.trainer.driver.predicting import PredictionRounds, usual_batch_size
+from raysgd.trainer.driver.sharing import DataSharing, place_share
+from raysgd.trainer.messages import replica_calls
+from raysgd.trainer.messages.begun import BegunEpoch
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.trainer.messages.prediction_data import BatchRequest, PredictionSource
+from raysgd.utils import BATCH_SIZE
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    AnyOperatorT = TypeVar("AnyOperatorT", default=Any)
+else:
+    from typing import TypeVar  # without a default, before Python 3.13
+
+    AnyOperatorT = TypeVar("AnyOperatorT")
+
+T = TypeVar("T")
+TrainerT = TypeVar("TrainerT", bound="ClassTrainer[Any]")
+
+logger = logging.getLogger(__name__)
+
+
+@hide_library_frames
+class ClassTrainer(ABC, Generic[AnyOperatorT]):
+    """The driver's handle on the replicas of an operator. Each replica has the attribute `operator`."""
+
+    training_operator_cls: type[AnyOperatorT]
+    initialization_hook: Callable[[], Any] | None
+    num_cpus_per_worker: float
+    use_gpu: bool
+    backend: str
+    timeout_s: float
+    use_local: bool
+    min_workers: int
+    spare_workers: int
+    recovery: Recovery
+    _settings: Any
+    _runner_cls: Any
+    """Class of the replicas, a `ClassRunner`."""
+    _divide_by_hand: str
+    """Advice for users whose workers each load their own part of the data."""
+    _note_fit: NoteProgress | None = None
+    """Function that keeps the progress of `fit`, in a detached trainer."""
+    _fit_progress: FitProgress | None = None
+    """Progress that the next `fit` continues from."""
+    _left_file: str | None = None
+    """File in which a detached trainer is saved when it ends without its program."""
+    _running_fit: Callable[[], Any] = staticmethod(lambda: None)
+    """Returns the iterator over the epochs of the last `fit`; None once it is gone."""
+    _leaves_epochs = False
+    """True if `fit` can stop at a step inside an epoch and save the place."""
+    _shows_progress = False
+    """True if something shows the progress of a training call."""
+    _runs_worker_callbacks = False
+    """True if replicas call callbacks around their steps."""
+
+    def __init__(self, group: GroupSettings, settings: ReplicaSettings) -> None:
+        self._group_settings, self._settings, self._writer = group, settings, BackgroundWriter()
+        self._place = partial(place_share, group.use_local)
+        show_options(self, group, settings, settings.batch_options)
+        self._replicas = ReplicaMaker(self._runner_cls)
+        self._begin(self._make_controller())
+        self._check_same_data()
+        checks.warn_of_obstacle(
+            self._facts.epoch_obstacle,
+            snapshot_every_n_steps=settings.recovery.snapshot_every_n_steps,
+            resize_interval_s=None if group.recovery.wait_for_workers else group.recovery.resize_interval_s,
+        )
+        if self._global_batch_in_words:
+            logger.info("%s", self._global_batch_in_words)
+
+    @property
+    def _new_sharing(self) -> Callable[[], DataSharing]:
+        """Return a function that makes a `DataSharing` from the current settings.
+
+        It holds no reference to the trainer, so the trainer can be freed.
+        """
+        replicas, place, call_data_of = self._replicas, self._place, self._call_data_of
+
+        def new_sharing() -> DataSharing:
+            settings = replicas.settings
+            return DataSharing(settings.config, place, call_data_of, settings.batch_options.config_for)
+
+        return new_sharing
+
+    @abstractmethod
+    def _make_connection(self) -> Connection:
+        """Return the connection for the workers."""
+
+    @property
+    def _renews_survivors(self) -> bool:
+        """True if survivors that cannot continue can restore a snapshot in their processes."""
+        return False
+
+    @property
+    @abstractmethod
+    def _reservation_timeout_s(self) -> float:
+        """Seconds to wait for resources."""
+
+    @property
+    @abstractmethod
+    def _keeps_survivors(self) -> bool:
+        """True if the framework lets the survivors of a failure continue."""
+
+    @abstractmethod
+    def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
+        """Refuse a dataset that cannot replace the registered data for one call."""
+
+    def _check_fit(self, epochs: int) -> None:
+        """Raise an error if `fit` cannot train for this many epochs."""
+
+    def _shown(self) -> AbstractContextManager[Any]:
+        """Show the progress of a training call inside the block."""
+        return nullcontext()
+
+    def _goes_on_with(self, dataset: Any) -> bool:
+        """Return True if a training call on `dataset` can continue whenever one on the registered data can."""
+        return False
+
+    @abstractmethod
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
+        """Raise an error if the workers' answers disagree. In training, this runs before the call counts."""
+
+    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
+        """Step the schedulers that follow metrics, after `fit` has validated. Return True if there were any."""
+        return False
+
+    _merged: Callable[[Sequence[EpochAnswer], bool], Any] = staticmethod(merged)
+    """Function that merges the answers of the workers into the result of a call."""
+
+    def _settings_to_send(self, settings: Any) -> ReplicaSettings:
+        """Return the settings in a form that other processes can use."""
+        return settings
+
+    def _take_settings(self, settings: ReplicaSettings) -> None:
+        """Use these settings for all workers that start from now on."""
+        is_other = settings.revision != self._settings.revision
+        self._settings = settings
+        self._replicas.settings = self._settings_to_send(settings)
+        show_options(self, settings)
+        if is_other and self._controller.group is not None:
+            self._controller.group.standby.kill_all()  # else they stay, and get the changes when they step in
+
+    def _make_controller(self) -> ElasticController:
+        """Return the controller that the trainer's arguments ask for."""
+        self._replicas.settings = self._settings_to_send(self._settings)
+        return make_controller(
+            self._group_settings,
+            self._replicas,
+            self._make_connection(),
+            self._reservation_timeout_s,
+            keeps_survivors=self._keeps_survivors,
+            renews_survivors=self._renews_survivors,
+        )
+
+    def _begin(self, controller: ElasticController) -> None:
+        """Start the workers. They end with the trainer, even if nobody calls `shutdown`."""
+        self._controller = controller
+        self._listeners = ProgressListeners(controller)
+        self._recorder = CallRecorder(controller.history.events)
+        self._background = BackgroundCalls(controller, at_once=self.use_local)
+        self._calls = EpochCalls(
+            self._runner_cls,
+            controller,
+            self._listeners,
+            self._new_sharing(),
+            use_local=self.use_local,
+            name=f"{type(self).__name__}-{id(self):x}",
+            used=self._used_options(),
+        )
+        self._once = Once()
+        self._finalizer = end_with(self, _abandon, controller, self._background)
+        self._saves = FileSaves(controller, self._writer)
+        with _naming_config_entries(self._settings.config):
+            controller.start()
+        controller.observe_with(self._calls.report)
+
+    def _used_options(self) -> list[str]:
+        """Return the options that the ledger need not recommend, because they are set or would not help."""
+        recovery = self._settings.recovery
+        used = {
+            "spare_workers": self._group_settings.spare_workers > 0,
+            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # there is no number to raise
+        }
+        return [name for name, is_used in used.items() if is_used]
+
+    def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
+        """Return an object that records changes, so that the next process of a detached trainer can continue."""
+        self._note_fit = note_fit
+        return KeptTrainer(self, keeper)
+
+    def _save_left(self, reason: str) -> None:
+        """Save a detached trainer that is about to end. Also write the sidecar file that `resume_from="auto"` reads."""
+        assert self._left_file is not None, "it has a folder"
+        self.save(self._left_file)
+        [epoch] = self._controller.run(Call(replica_calls.epochs_done, rank=0))
+        self.history.stop_reason = reason
+        Sidecars().write(self._left_file, Sidecar(epoch, self.history))
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+        *,
+        blocking: Literal[True] = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+        *,
+        blocking: Literal[True] = ...,
+    ) -> Any: ...
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+        *,
+        blocking: Literal[False],
+    ) -> CallHandle[Any]: ...
+
+    @checks.answer_mistakes(
+        "`trainer.fit(5)` for 5 epochs, `trainer.train()` for one, or `trainer.train(num_steps=100)` for 100 batches",
+        unnamed="`train(%(given)s)` trains on %(given)s batches: for epochs write `fit(%(given)s)`",
+    )
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        max_retries: int = 3,
+        info: Mapping[str, Any] | None = None,
+        dataset: Any = None,
+        *,
+        blocking: bool = True,
+    ) -> Any:
+        """Train for one pass over the data, or for `num_steps` batches per worker.
+
+        With the creators of `TFTrainer`, it is one `fit` of Keras.
+
+        Args:
+            num_steps: Batches per worker. The next call continues where this one stops; passes follow one another. With
+                creators it is the `steps_per_epoch` of this call.
+            profile: Whether to add two entries about one worker: `profile`, the mean seconds of each phase, and
+                `timings`, the seconds that it spent on each kind of work (see `ledger`).
+            reduce_results: Whether to merge the workers' metrics. False returns a list with one dict per worker.
+            max_retries: How many times to run this call again after a failure.
+            info: Values to pass to the operator.
+            dataset: Data to train on in this call instead of the registered data: a loader or dataset of the framework,
+                arrays, a data frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a loader or
+                dataset, and others; see `docs/data.md`. Not with creators.
+            blocking: False returns a handle at once, while the workers train. `handle.result()` waits for the result,
+                and Ctrl-C there ends the call. Other calls of the trainer wait until it is over. With `use_local` the
+                call is already over when you get the handle.
+
+        Returns:
+            `num_samples`, `epoch`, `batch_count`, and for each metric its mean over the samples and its last value.
+            With creators, `train_<name>` has the last value of each entry in the history of Keras.
+
+        Raises:
+            InvalidCountError: `max_retries` is negative, or `num_steps` is not a valid count.
+            ValueError: A callback called this while `fit` is running.
+            WorkerError: Your code raised an error. `except` with the class of that error catches it, too. Never
+                retried.
+            WorkersLostError: Workers were lost and no retries are left.
+        """
+        self._refuse_inside_fit("train")
+        checks.check_max_retries(max_retries)
+        request = asked(num_steps, profile, reduce_results, info)
+        if dataset is not None:
+            self._check_dataset(dataset, training=True)
+        checks.refuse_text(blocking=blocking)
+        work = partial(self._train, request, max_retries, dataset, reduce_results)
+        return work() if blocking else self._background.begin(work)
+
+    @recorded("train")
+    def _train(
+        self,
+        request: EpochRequest,
+        max_retries: int = 3,
+        dataset: Any = None,
+        reduce_results: bool = True,
+        begun: BegunEpoch | None = None,
+        leaves: Callable[[], bool] | None = None,
+    ) -> Any:
+        check = partial(self._check_answers, "train", asked=request)
+        can_resume = dataset is None or self._goes_on_with(dataset)
+        with self._shown() if self._shows_progress else nullcontext():
+            answers = self._calls.train(request, max_retries, dataset, can_resume, check, begun, leaves)
+        self._recorder.trained = answers[0].epoch_idx + 1
+        result = self._merged(answers, reduce_results)
+        self._warn_of_nan(result)
+        return result
+
+    def _refuse_inside_fit(self, method: str) -> None:
+        epochs = self._running_fit()
+        if epochs is not None and epochs.gi_running:
+            raise ValueError(
+                f"`{method}` was called while `fit` runs, as in a callback, and would change its epochs. Call it after "
+                "`fit`, or between two epochs: `for row in trainer.epochs(n): ...`"
+            )
+
+    def _warn_of_nan(self, result: Any) -> None:
+        """Log a warning the first time that a loss is NaN."""
+        values = result.items() if isinstance(result, Mapping) else ()
+        names = [name for name, value in values if "loss" in str(name) and isinstance(value, float) and value != value]
+        if names and self._once.is_first("nan"):
+            logger.warning(
+                "`%s` is NaN: lower the learning rate, clip gradients, or look for NaN in the data", names[0]
+            )
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+        blocking: Literal[True] = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+        blocking: Literal[True] = ...,
+    ) -> Any: ...
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+        blocking: Literal[False],
+    ) -> CallHandle[Any]: ...
+
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+        *,
+        dataset: Any = None,
+        blocking: bool = True,
+    ) -> Any:
+        """Evaluate on the validation data, using every sample once.
+
+        The arguments and the result are those of `train`, except that the result has no `epoch`. With the creators of
+        `TFTrainer` the result has `validation_<name>` for each metric of the model.
+
+        With `blocking=False` one of the `spare_workers` of the trainer validates the weights and the config as the
+        earlier calls left them, whatever changes meanwhile. Training waits only until the state is copied. Without
+        spares, the workers that train also validate, and the next call waits for them.
+
+        Raises:
+            NoDataError: There is no validation data.
+            ValueError: With `blocking=False`: the operator's `validate` trains, and what it learns would be lost.
+            WorkerError, WorkersLostError: As in `train`.
+        """
+        request = asked(num_steps, profile, reduce_results, info)
+        if dataset is not None:
+            self._check_dataset(dataset, training=False)
+        checks.refuse_text(blocking=blocking)
+        work = partial(self._validate, request, dataset, reduce_results)
+        if blocking:
+            return work()
+        if dataset is None and not self._facts.has_validation:
+            raise NoDataError(
+                "`validate(blocking=False)` has nothing to validate on: register validation data in `setup`, or pass "
+                "`dataset`."
+            )
+        if not self._validates_beside:
+            return self._background.begin(work)
+        return self._begin_validation(request, dataset, reduce_results)
+
+    @recorded("validation")
+    def _validate(self, request: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
+        return self._evaluated(request, dataset, reduce_results)
+
+    def _evaluated(self, request: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
+        answers = self._calls.validate(request, dataset)
+        self._after_evaluation()
+        self._check_answers("validation", answers, request)
+        return self._merged(answers, reduce_results)
+
+    def _after_evaluation(self) -> None:
+        """Note changes that an evaluation made in the workers that train."""
+
+    @property
+    def _validates_beside(self) -> bool:
+        """True if spares can validate while other workers train. If not, log the reason once."""
+        group = self._group_settings
+        if group.spare_workers and not group.use_local:
+            return True
+        if self._once.is_first("no spares"):
+            if group.use_local:
+                why = " because one of them is in the driver"
+            elif not group.recovery.in_place or not self._keeps_survivors:
+                why = " because a trainer with these options cannot have spares"
+            else:
+                why = ": with `spare_workers=1` it runs on a separate worker"
+            logger.warning("the validation runs on the workers that train, which wait for it%s", why)
+        return False
+
+    def _begin_validation(
+        self,
+        request: EpochRequest,
+        dataset: Any,
+        reduce_results: bool,
+        note: Callable[[RecordBeside, Any, float, float], object] | None = None,
+    ) -> CallHandle[Any]:
+        """Begin a validation beside the training, of the state that the calls so far have left.
+
+        Args:
+            request: The request for the spare.
+            dataset: Data to use instead of the registered data, or None.
+            reduce_results: Whether to merge the metrics.
+            note: Function of `fit` that takes the result; None adds the result to the history at once. It is called in
+                a thread, with a function that adds to the history and the arguments of that function.
+        """
+
+        def take_state() -> tuple[Validation, RecordBeside]:
+            newest, sharing = self._newest_snapshot(), self._new_sharing()
+            validate = self._calls.begin_on_spare(request, dataset, self._replicas.settings, sharing, newest)
+            return validate, self._recorder.begin_beside(of_fit=note is not None)
+
+        def evaluate(taken: tuple[Validation, RecordBeside], on_wait: Callable[[], None]) -> Any:
+            validate, add = taken
+            began_at, began = time.time(), time.perf_counter()
+            answers = validate(on_wait)
+            self._check_answers("validation", answers, request)
+            result = self._merged(answers, reduce_results)
+            call = result, began_at, time.perf_counter() - began
+            add(*call) if note is None else note(add, *call)
+            return result
+
+        return self._background.begin(take_state, evaluate)
+
+    @abstractmethod
+    def save(self, checkpoint: str | PathLike[str]) -> Any:
+        """Write the state to a file."""
+
+    @abstractmethod
+    def load(self, checkpoint: str | PathLike[str]) -> Any:
+        """Load a file that `save` wrote."""
+
+    @abstractmethod
+    def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
+        """Write a snapshot that the driver holds. This needs no worker."""
+
+    @abstractmethod
+    def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
+        """Return how many completed epochs, and how many batches in total, a snapshot in the driver has seen."""
+
+    @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
+    def fit(
+        self,
+        epochs: int,
+        *,
+        callbacks: Iterable[Callback | WorkerCallback] = (),
+        validation_freq: int = 1,
+        dataset: Any = None,
+        validation_dataset: Any = None,
+        resume_from: str | Path | None = None,
+        folder: str | Path | None = None,
+        validate: Literal["inline", "async"] = "inline",
+        progress: bool | None = None,
+        log_every_n_steps: int = 50,
+        max_time: float | timedelta | str | None = None,
+    ) -> History:
+        """Train for some epochs, validate after each of them, and call callbacks. Call it again for more epochs.
+
+        Args:
+            epochs: How many more epochs to train. With `resume_from` it is the total, which includes the epochs of the
+                checkpoint.
+            callbacks: Instances of `raysgd.callbacks.Callback` or `WorkerCallback`, called in this order.
+            validation_freq: Validate after every this many epochs; 0 for never. Without validation data, `fit` only
+                validates if your class has a `validate` of its own that needs no data.
+            dataset: Data to train on instead of the registered data, as in `train`.
+            validation_dataset: Data to validate on instead of the registered data, as in `validate`.
+            resume_from: A file that `run.save` or `save` wrote, or its URI. It is loaded first. "auto" loads the newest
+                checkpoint that a callback such as `Checkpointing` finds, or the file in the `folder` of
+                `raysgd.Detached` if that has more epochs. If there is none, training starts from the beginning.
+            folder: Folder on a disk where callbacks put their files. Default: a new folder in `~/ray_results`.
+            validate: "async" begins the next epoch while one of the `spare_workers` of the trainer validates the last
+                one. The row of an epoch is complete, and callbacks have acted on it, at the end of the next epoch. No
+                validation is skipped: an epoch waits for the validation before the last one.
+            progress: Whether to show a `raysgd.callbacks.ProgressBar`. None shows one in a terminal or a notebook.
+            log_every_n_steps: Within an epoch, loggers and reports get the training metrics after every this many
+                steps; 0 for epochs only. For `TorchTrainer`.
+            max_time: How long this call may take: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". Shortly before
+                that, the run stops at a step and is saved. Time for two saves is kept back.
+
+        Returns:
+            One row per epoch, and all events of the run.
+
+        Raises:
+            ValueError, TypeError: An argument is wrong, or a callback cannot work in this run. Nothing has begun.
+            CallbackError: A callback failed. The state of the training is kept.
+            WorkerError, WorkersLostError: As in `train`.
+            Preempted: The program got SIGTERM or SIGUSR1. The run stopped at a step, and was saved if a callback saves.
+        """
+        history, rows = self._begin_fit(
+            FitOptions(
+                epochs,
+                callbacks,
+                validation_freq,
+                dataset,
+                validation_dataset,
+                resume_from,
+                folder,
+                validate,
+                progress,
+                log_every_n_steps,
+                max_time,
+            )
+        )
+        for _ in rows:
+            pass
+        return history
+
+    @checks.answer_mistakes("`for row in trainer.epochs(5):` for 5 epochs")
+    def epochs(
+        self,
+        epochs: int,
+        *,
+        callbacks: Iterable[Callback | WorkerCallback] = (),
+        validation_freq: int = 1,
+        dataset: Any = None,
+        validation_dataset: Any = None,
+        resume_from: str | Path | None = None,
+        folder: str | Path | None = None,
+        validate: Literal["inline", "async"] = "inline",
+        log_every_n_steps: int = 50,
+        max_time: float | timedelta | str | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Train as `fit` does, and yield the results of each epoch when it ends.
+
+        The next epoch begins when you ask for it. If you leave the loop, the run stops: callbacks are told that it has
+        ended, and you can go on using the trainer.
+
+        Args:
+            epochs: How many more epochs to train, as in `fit`.
+            callbacks: As in `fit`.
+            validation_freq: Validate after every this many epochs, as in `fit`.
+            dataset: Data to train on instead of the registered data.
+            validation_dataset: Data to validate on instead of the registered data.
+            resume_from: A file to load first, or "auto", as in `fit`.
+            folder: Folder where callbacks put their files, as in `fit`.
+            validate: As in `fit`. With "async", the results of the validation are added to the row after you get it.
+            log_every_n_steps: As in `fit`.
+            max_time: As in `fit`.
+
+        Returns:
+            The rows of the history, one after the other.
+
+        Raises:
+            ValueError, TypeError, CallbackError, WorkerError, WorkersLostError, Preempted: As in `fit`. A signal that
+                comes in the body of your loop takes effect when you ask for the next epoch.
+
+        Examples:
+            >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
+            ...     print(epoch["epoch"], epoch["train_loss"])
+        """
+        return self._begin_fit(
+            FitOptions(
+                epochs,
+                callbacks,
+                validation_freq,
+                dataset,
+                validation_dataset,
+                resume_from,
+                folder,
+                validate,
+                log_every_n_steps=log_every_n_steps,
+                max_time=max_time,
+            )
+        )[1]
+
+    def _begin_fit(self, options: FitOptions) -> tuple[History, Iterator[dict[str, Any]]]:
+        """Check the arguments of a run. Return its history, and the iterator that trains its epochs."""
+        self._refuse_inside_fit("fit")
+        kept, self._fit_progress = self._fit_progress, None
+        self._check_fit(options.epochs)
+        self._check_dataset(options.dataset, training=True)
+        self._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
+        port = TrainerPort(
+            new_run=partial(Run, trainer=self, name=self.training_operator_cls.__name__, config=self.config),
+            history=self.history,
+            calls=self._calls,
+            once=self._once,
+            runs_worker_callbacks=self._runs_worker_callbacks,
+            use_worker_callbacks=self._use_worker_callbacks,
+            train=self._train,
+            validate=self._validate,
+            validates_beside=lambda: self._validates_beside,
+            begin_validation=self._begin_validation,
+            after_validation=self._after_validation,
+            save=lambda path: self.save(path),  # looked up late: `raysgd.testing` may replace it
+            load=lambda path: self.load(path),
+            note_progress=self._note_fit,
+            left_file=self._left_file,
+            leaves_epochs=self._leaves_epochs,
+            epoch_obstacle=lambda: self._facts.epoch_obstacle,
+            save_snapshot=self._save_snapshot,
+            place_in=self._place_in,
+            settings=lambda: self._settings,
+            kept=kept,
+        )
+        fit = Fit(port, options)
+        rows = fit.epochs()
+        self._running_fit = weakref.ref(rows)
+        return fit.history, rows
+
+    def test(self, dataset: Any) -> Metrics:
+        """Evaluate on data other than the registered data, as `validate(dataset=...)`. Names begin with `test_`."""
+        self._check_dataset(dataset, training=False)
+        return self._test(dataset)
+
+    @recorded("test")
+    def _test(self, dataset: Any) -> Metrics:
+        return as_test(self._evaluated(asked(None), dataset))
+
+    @property
+    def history(self) -> History:
+        """All calls of `train`, `validate` and `test` since the start, and the events of the workers."""
+        return self._recorder.history
+
+    def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
+        """Let these callbacks, and no others, run in the current workers and in workers that start later."""
+        chosen = tuple(callbacks)
+        revision = self._settings.callbacks_revision + 1
+        with self._controller.turns.take_turn():
+            self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
+            if self._controller.group is not None:  # else workers get them when they start
+                self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
+
+    def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Run a method of the replicas on all workers. The options are those of a `Call`."""
+        return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
+
+    @property
+    @abstractmethod
+    def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
+        """Function that takes the data of a call and the config of one worker, and says who divides the data."""
+
+    @abstractmethod
+    def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
+        """Return the source of the batches, and the container for the results."""
+
+    def predict(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        streaming: bool = False,
+        feature_columns: Any = None,
+        has_target: bool | None = None,
+        info: Mapping[str, Any] | None = None,
+        max_retries: int = 3,
+    ) -> Any:
+        """Predict on all workers: one result for each row of the data, in the order of the rows.
+
+        Each batch goes through the operator's `predict_batch`, in evaluation mode and without gradients. The batches
+        are the same as in a single process, whatever the number of workers. The training state does not change.
+
+        Args:
+            data: An array or tensor, a tuple or dict of them, a data frame, a dataset or loader of the framework, a
+                dataset of Ray Data, `raysgd.data.Arrays` or `RayBatches`, or an iterator over batches.
+            batch_size: Number of rows in a batch of one worker. None takes it from the data, else from the config, else
+                it is 32.
+            streaming: Whether to return an iterator with one result for each batch, for data or results that do not
+                fit in memory. It predicts as you iterate.
+            feature_columns: Columns that the model gets, for a data frame or a dataset of Ray Data.
+            has_target: Whether batches that are tuples end with a target, which is left out. With None, batches of
+                datasets and loaders do if they have several parts, and arrays that you pass are all inputs.
+            info: Values to add to `batch_info`.
+            max_retries: How many times to repeat a round of batches after a failure.
+
+        Returns:
+            The same kind of container as `data`; see `docs/predict.md`. Arrays without rows count as one batch without
+            rows.
+
+        Raises:
+            TypeError: The data is of an unknown kind.
+            ValueError: The order of the data cannot be kept, a column is missing, or an output has a different number
+                of rows than its batch.
+            WorkerError: The operator raised an error. `except` with the class of that error catches it, too. Never
+                retried.
+            WorkersLostError: Workers were lost and no retries are left.
+        """
+        checks.refuse_text(streaming=streaming)
+        if has_target is not None and not isinstance(has_target, bool):
+            raise ValueError(f"`has_target={has_target!r}`: need True, False or None.")
+        checks.check_max_retries(max_retries)
+        info = checks.check_info(info)
+        size = usual_batch_size(self._settings, self.num_workers) if batch_size is None else batch_size
+        size = checks.check_count("batch_size", size, "It is the number of rows in a batch.")
+        source, container = self._to_predict(data, BatchRequest(size, batch_size is not None, feature_columns))
+        predict, listeners = self._runner_cls.predict, self._listeners
+        rounds = PredictionRounds(
+            self._controller, predict, source, info, has_target, max_retries, self._place, listeners
+        )
+        return container.stream(rounds.outputs()) if streaming else container.collect(rounds.outputs())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
+        """Load a state into all workers. Return when they have it.
+
+        Args:
+            state_dict: The result of `state_dict`, from this trainer or another one with any number of workers.
+            blocking: Accepted for compatibility. Loading always waits, so that an error is not lost.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: A part does not fit what is registered. The workers keep their state.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"`load_state_dict` got `{type(state_dict).__name__}`: need what `state_dict` returns, a dict."
+            )
+        self._load_state(dict(state_dict))
+
+    @abstractmethod
+    def _load_state(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+
+    # ----------------------------------------------------------------------------------------- changes in live workers
+
+    def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
+        """Begin again with another config, as a new trainer would: new operators, in the same worker processes.
+
+        With Horovod the processes are new, too. The trained state is lost, so `save` it first if you need it.
+        Random generators are seeded again only if the trainer has a `seed`.
+
+        Args:
+            config: The new config, as for a new trainer.
+
+        Raises:
+            ValueError, TypeError: The config cannot work. Nothing has changed.
+            WorkerError: Your `setup` raised an error. `except` with the class of that error catches it, too. The
+                workers are ended, and the next call starts new ones with the new config.
+        """
+        self._begin_again(replace(self._settings, config=self._checked_config(config)))
+
+    def _begin_again(self, settings: ReplicaSettings) -> None:
+        with self._controller.turns.take_turn():  # earlier calls still use the old settings
+            self._take_settings(replace(settings, revision=settings.revision + 1, config_changes=()))
+            self._calls.sharing = self._new_sharing()
+            with _naming_config_entries(settings.config):
+                self._renew()
+        self._check_same_data()
+
+    def update_config(self, **changes: Any) -> None:
+        """Change entries of the config in the running operators, which keep their state.
+
+        Each operator's `config` gets the new values, and then its `config_changed` is called. With `TorchTrainer`, that
+        gives the optimizers the learning rate `lr`. Workers that start later run `setup` with the old config and then
+        `config_changed`, as the running workers did.
+
+        Args:
+            **changes: New values by name. The config must have these names already.
+
+        Raises:
+            ValueError: The config has no such entry, or the entry cannot be changed in running operators.
+            UnpicklableError: A value cannot be sent to the workers.
+            WorkerError: `config_changed` raised an error. `except` with the class of that error catches it, too. All
+                workers keep the old config.
+        """
+        with self._controller.turns.take_turn():
+            settings = self._with_changes(changes)
+            with _naming_config_entries(settings.config):
+                options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
+                answers = self._on_all(self._runner_cls.change_config, self._settings_to_send(settings), **options)
+            self._take_settings(settings)  # not earlier: the call itself reaches workers that start during it
+            self._calls.sharing.follow(settings.config)
+        if answers[0]:
+            logger.warning(
+                "no optimizer follows %s: the operators find the new value in `self.config`. Override "
+                "`config_changed(self, config, changed)` to do something with it",
+                ", ".join(f"`config[{name!r}]`" for name in answers[0]),
+            )
+
+    def _with_changes(self, changes: Mapping[str, Any]) -> ReplicaSettings:
+        """Return the settings with the changes to the config, after checking them."""
+        config = self._settings.config
+        for name in changes:
+            if name == BATCH_SIZE:
+                raise ValueError(
+                    f"`update_config({name}=...)`: loaders are made with it. Use `reset_config`, or load the state "
+                    "into a new trainer."
+                )
+            if name not in config:
+                guess = checks.did_you_mean(name, map(str, config))
+                raise ValueError(
+                    f"`update_config({name}=...)`: the config has no `{name}`.{guess} "
+                    f"It has {', '.join(f'`{each}`' for each in config) or 'no entries'}."
+                )
+        before = {name: self._replicas.settings.config[name] for name in changes}  # in a form that can be sent
+        return replace(
+            self._settings,
+            config=self._checked_config(checks.with_entries(config, changes)),
+            config_changes=(*self._settings.config_changes, before),
+        )
+
+    def reload(self, training_operator_cls: type[AnyOperatorT]) -> None:
+        """Continue with another operator class, usually an edited one, in the same workers and with the same state.
+
+        Each worker makes an operator of the new class and gives it the state of the old one. The old operators are
+        dropped only when all workers have done so. If the new class changes hyperparameters of optimizers, the new
+        values apply. Attributes that are not part of the state are as the new `setup` makes them.
+
+        Args:
+            training_operator_cls: The new class.
+
+        Raises:
+            TypeError: The argument is not an operator class.
+            ValueError: The state does not fit what the new class registers, or the trainer uses FSDP, Horovod or
+                creator functions. All workers keep the old class.
+            WorkerError: `setup` of the new class raised an error. `except` with the class of that error catches it,
+                too. All workers keep the old class.
+        """
+        self._check_reload(training_operator_cls)
+        with self._controller.turns.take_turn():
+            self._reload(training_operator_cls)
+
+    def _reload(self, training_operator_cls: type[Any]) -> None:
+        revision = self._settings.revision + 1
+        settings = replace(
+            self._settings, training_operator_cls=training_operator_cls, revision=revision, config_changes=()
+        )
+        if self._group_settings.is_driver_only:
+            self._controller.ensure_group()
+        else:
+            _send_by_value(training_operator_cls)
+            self._newest_snapshot()  # the wait for its arrival in the driver is below
+        edited = self._prepared(settings)
+        if not self._group_settings.is_driver_only:
+            self._controller.snapshot()  # from the calls with the old class
+        with self._adopted(settings):
+            options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
+            finish = partial(self._on_all, self._runner_cls.finish_reload, revision, edited, **options)
+            facts = finish()
+            if None in facts:  # the group has changed, and new workers have prepared nothing: start all again
+                self._controller.kill_group()
+                self._controller.ensure_group()
+                facts = finish()
+        self._calls.sharing.forget()
+        self._controller.keep_facts(facts)
+
+    @abstractmethod
+    def _check_reload(self, training_operator_cls: Any) -> None:
+        """Refuse what is not an operator class, and trainers whose workers cannot hold a second operator."""
+
+    def _prepared(self, settings: ReplicaSettings) -> Any:
+        """Let all workers make an operator of the new class. Return the hyperparameters that it changes."""
+        with OnFailure(self._drop_prepared):
+            answers = self._on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
+            for name in ("train_data", "validation_data"):
+                found = [getattr(facts, name) for facts, _ in answers]
+                if len(set(found)) > 1:
+                    raise ValueError(
+                        f"`reload({settings.training_operator_cls.__name__})`: the workers registered different "
+                        f"{name.replace('_', ' ')}: {found}. The old class is kept."
+                    )
+        return answers[0][1]
+
+    def _drop_prepared(self) -> None:
+        with suppress(RaySGDError):  # the first error is the one to show
+            if self._controller.group is not None:
+                self._on_all(self._runner_cls.drop_reload)
+
+    def take_state_of(self, other: Any) -> None:
+        """Load the state of another live trainer, without a file.
+
+        If the configs differ, optimizers keep the hyperparameters of `setup`, and schedules are scaled to a new
+        learning rate.
+
+        Args:
+            other: A trainer of the same class with the same kind of operators, and any number of workers.
+
+        Raises:
+            TypeError: `other` is not a trainer of this class.
+            ValueError, KeyError: The state does not fit, and the workers keep theirs. Or the message says that the
+                schedule cannot follow the learning rate of the config; the workers then have the other one's state.
+        """
+        if not isinstance(other, ClassTrainer) or other._runner_cls is not self._runner_cls:
+            raise TypeError(
+                f"`take_state_of` got a `{type(other).__name__}`: need a trainer of the same kind, a "
+                f"`{type(self).__name__}`."
+            )
+        self._load_snapshot(other._shared_snapshot())
+        if dict(other.config) != dict(self.config):
+            self._follow_config()
+
+    @abstractmethod
+    def _load_snapshot(self, snapshot: Snapshot) -> None:
+        """Load a snapshot of this or another trainer. It may be shared, so it must not be changed."""
+
+    def _follow_config(self) -> None:
+        self._on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
+
+    @contextmanager
+    def _adopted(self, settings: ReplicaSettings) -> Iterator[None]:
+        """Use these settings for workers that start from now on. Go back to the old settings if the body fails."""
+        before = self._settings
+        self._take_settings(settings)
+        with OnFailure(partial(self._take_settings, before)):
+            yield
+
+    def _renew(self) -> None:
+        """Make new operators from the current settings."""
+        if self.backend == "horovod":  # its setup of a process cannot be undone
+            self._controller.restart()
+        else:
+            self._controller.renew(self._runner_cls.renew, self._replicas.settings)
+
+    def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the config if this trainer can work with it; else raise an error."""
+        return checks.check_config(config)
+
+    # -------------------------------------------------------------------------------- code in the workers, and the end
+
+    def apply_all_workers(self, fn: Callable[[], T]) -> list[T]:
+        """Run `fn()` once in each worker process. Return the results in rank order."""
+        return self._on_all(replica_calls.execute, fn, changes_state=True, is_repeatable=False)  # `fn` may set a seed
+
+    def apply_all_operators(self, fn: Callable[[AnyOperatorT], T]) -> list[T]:
+        """Run `fn(operator)` in all workers at the same time. Return the results in rank order.
+
+        If `fn` raises an error on only some workers, or at different lines, all workers are replaced, because some
+        operators may have changed and others not.
+        """
+        return self._on_all(replica_calls.apply, fn, changes_state=True, keeps_alike=True, is_repeatable=False)
+
+    def get_local_operator(self) -> AnyOperatorT:
+        """Return the live operator of rank 0. Needs `use_local=True`.
+
+        Raises:
+            NotImplementedError: All workers are remote.
+        """
+        runner = self._controller.ensure_group().local_replica
+        if runner is None:
+            raise NotImplementedError(
+                "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
+                "`use_local=True`."
+            )
+        operator: AnyOperatorT = runner.operator
+        return operator
+
+    def shutdown(self, force: bool = False) -> None:
+        """End the workers and free their resources. A second call does nothing.
+
+        Called from another thread, it also ends a running call, which then raises `TrainerShutdownError`.
+
+        Args:
+            force: Whether to end the processes at once instead of letting them close first.
+        """
+        try:
+            self._finalizer.detach()
+            self._saves.await_states()
+            self._controller.stop(force)
+            self._background.await_end()
+            self._calls.stop_reporting()
+        finally:
+            self._writer.close()
+
+    def _interrupt(self) -> None:
+        """End the running call from another thread, as Ctrl-C does, unless the driver is the only worker."""
+        if not self._group_settings.is_driver_only:
+            self._controller.turns.interrupt_running()
+
+    def __enter__(self: TrainerT) -> TrainerT:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown(force=error is not None)
+
+    def status(self) -> TrainerStatus:
+        """Return the status of the trainer: workers, throughput, use of time, data, failures, last snapshot.
+
+        It prints as a few lines of text, and shows as a card in a notebook. The workers are asked while they work, so
+        a second thread may call this while `train` runs.
+        """
+        found = self._calls.with_ledger(self._controller.status(self._calls.samples_per_s))
+        return replace(found, global_batch=self._global_batch_in_words)
+
+    @property
+    def _global_batch_in_words(self) -> str:
+        """The global batch in words if its size depends on the number of workers; else empty."""
+        facts = self._facts
+        if facts.keeps_global_batch or facts.batch_size is None or self.max_replicas == 1:
+            return ""
+        return global_batch_in_words(self.num_workers, facts.batch_size, self._keeps_survivors)
+
+    def ledger(self) -> TimeLedger:
+        """Return how each rank spent its time, up to its last heartbeat. No worker is asked.
+
+        `status().ledger` is up to date. Notes in the ledger say what is missing.
+        """
+        controller = self._controller
+        return self._calls.accounts.ledger(None if controller.is_stopped else controller.num_workers)
+
+    def __repr__(self) -> str:
+        """Return one line from what the driver knows. No worker is asked."""
+        try:
+            return f"<{self._title}: {self._in_words()}>"
+        except AttributeError:  # the trainer failed to start
+            return f"<{type(self).__name__}: not started>"
+
+    def _repr_html_(self) -> str:
+        if self._controller.is_stopped:
+            return card(self._title, note=self._in_words())
+        return self.status().as_card(self._title)
+
+    @property
+    def _title(self) -> str:
+        return f"{type(self).__name__} of {self.training_operator_cls.__name__}"
+
+    def _in_words(self) -> str:
+        most = readable.counted(self.max_replicas, "worker")
+        told = ["shut down" if self._controller.is_stopped else f"{self.num_workers} of {most}"]
+        if self.history.records:
+            told.append(f"epoch {self.history.records[-1].epoch}")
+        return ", ".join([*told, self.backend, *readable.failures(self.history.events)])
+
+    def _snapshot(self) -> Snapshot:
+        """Return the current state. A local operator counts as changed, since the user can change it without a call."""
+        if self.use_local:
+            self._controller.snapshots.touch()
+        return self._controller.snapshot()
+
+    def _newest_snapshot(self) -> NewestSnapshot:
+        """Return the current state as soon as it is copied. It may still be on its way to the driver."""
+        if self.use_local:
+            self._controller.snapshots.touch()
+        return self._controller.newest_snapshot()
+
+    def _shared_snapshot(self) -> Snapshot:
+        """Return a snapshot of the current shared state. Random states may be a little older, which saves a copy."""
+        landed = self._controller.landed_snapshot() if not self.use_local else None
+        return self._snapshot() if landed is None else landed
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Read-only copy of the config, with the batch size that the current number of workers really uses."""
+        config = dict(self._settings.config)
+        if BATCH_SIZE in config:
+            options = self._settings.batch_options
+            config[BATCH_SIZE] = options.global_size(config[BATCH_SIZE], self._controller.num_workers)
+        return ReadOnlyConfig(config)
+
+    @property
+    def max_replicas(self) -> int:
+        """Largest number of workers to train with."""
+        return self._group_settings.num_workers
+
+    @property
+    def num_workers(self) -> int:
+        """Current number of workers."""
+        return self._controller.num_workers
+
+    @property
+    def worker_group(self) -> Any:
+        """The running worker group, started again if it had ended. Raises `RuntimeError` after `shutdown`."""
+        return self._controller.ensure_group()
+
+    @property
+    def _facts(self) -> Any:
+        """Facts that rank 0 reports after `setup`. All ranks have the same facts, except about data."""
+        return self._controller.facts[0]
+
+    @property
+    def _num_failures(self) -> int:
+        return self._controller.history.num_failures
+
+    @property
+    def _last_resize(self) -> float:
+        return self._controller.history.last_resize
+
+    def _check_same_data(self) -> None:
+        """Refuse ranks that divide different data: they would train on overlapping parts unnoticed."""
+        for name in ("train_data", "validation_data"):
+            found = [getattr(facts, name) for facts in self._controller.facts]
+            if len(set(found)) > 1:
+                self.shutdown(force=True)
+                raise ValueError(
+                    f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
+                    "dataset that all workers have alike. If each worker loads its own part, "
+                    f"{self._divide_by_hand}."
+                )
+
+
+@contextmanager
+def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
+    """Add the name of the config entry to the error if that entry cannot be sent to workers."""
+    try:
+        yield
+    except UnpicklableError as error:
+        found = [key for key, value in config.items() if not is_sendable(value)]
+        raise (UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error) from error.__cause__
+
+
+def _abandon(controller: ElasticController, background: BackgroundCalls) -> None:
+    """End a trainer that was never shut down, when it is garbage-collected or the program ends."""
+    controller.stop(force=True)
+    background.await_end()
+
+
+def _send_by_value(operator_cls: type[Any]) -> None:
+    """Pickle a class of a user's module by value: workers may have imported an older version of the module."""
+    module = sys.modules.get(operator_cls.__module__)
+    path = getattr(module, "__file__", None)
+    if module is None or path is None or module.__name__.partition(".")[0] in ("__main__", "raysgd"):
+        return
+    if not path.startswith(tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))):
+        import ray.cloudpickle
+
+        ray.cloudpickle.register_pickle_by_value(module)
+
+
+def show_options(trainer: object, *settings: Any) -> None:
+    """Set every option as an attribute of the trainer, unless the class defines that attribute itself."""
+    for each in settings:
+        names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
+        vars(trainer).update({name: getattr(each, name) for name in names})
+
+
+class ReadOnlyConfig(dict[str, Any]):
+    """Read-only copy of a config, which `trainer.config` returns. To change a copy, use `dict(config)`."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "`trainer.config` is a copy, so a change to it would not reach the workers. Begin again with the new "
+            "config: `trainer.reset_config(config)`; or change the running operators, and anything that they computed "
+            "from it: `trainer.apply_all_operators(lambda operator: operator.config.update(lr=0.1))`."
+        )
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __repr__(self) -> str:
+        return repr(masked(dict(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadOnlyConfig, (dict(self),)

@@ -1,0 +1,279 @@
+"""One trial of Ray Tune, whatever trains in it.
+
+Only this module knows which methods Ray Tune calls, in which order, and what they must return. Front ends implement
+`TuneTrial`, or derive from the class of `trainer_trainable`. `ray.tune` is imported inside functions.
+
+ADR 72 says why there is one module for all front ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from raysgd.core.engine.worker import packed_bytes
+from raysgd.core.imports import pickle_modules_by_name, require
+from raysgd.core.numbers.results import as_number
+from raysgd.exceptions import MissingTuneError, UnpicklableError
+
+Bundles = Sequence[Mapping[str, float]]
+
+_CONFIG_FILE = "trial.json"
+
+
+@dataclass(frozen=True)
+class TrialStepResult:
+    """The result of one step of a trial.
+
+    Attributes:
+        metrics: The reported metrics; None if there are no new ones.
+        has_checkpoint: True if there is a checkpoint that Tune does not have yet, so that Tune asks for it. None leaves
+            the choice to Tune.
+        is_last: True if the trial is over.
+    """
+
+    metrics: dict[str, Any] | None
+    has_checkpoint: bool | None = None
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class TrialInfo:
+    """The name, folder and resources of a trial.
+
+    Attributes:
+        logdir: Its folder on the node where it runs.
+        name: Its name in Tune; None outside of Tune.
+        identity: Its id in Tune; None outside of Tune.
+        resources: Resources that Tune reserved for it; None outside of Tune.
+    """
+
+    logdir: Path
+    name: str | None = None
+    identity: str | None = None
+    resources: Any = None
+
+
+class TuneTrial(Protocol):
+    """Training that runs as a trial. All methods run in the process of the trial, one after the other."""
+
+    def step(self) -> TrialStepResult:
+        """Train until there is something to report, or until the end."""
+
+    def save(self, folder: Path) -> None:
+        """Write everything that `load` needs into a folder."""
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote, in this process or another one."""
+
+    def end(self) -> None:
+        """Free all resources. A second call does nothing."""
+
+
+def require_tune(purpose: str) -> Any:
+    """Return the module `ray.tune`.
+
+    Args:
+        purpose: What needs it, for the error.
+
+    Raises:
+        MissingTuneError: Ray Tune or one of its dependencies is not installed.
+    """
+    try:
+        return require("ray.tune", extra="tune", purpose=purpose)
+    except ImportError as error:
+        raise MissingTuneError(str(error)) from error
+
+
+def reservation(bundles: Bundles, strategy: str = "PACK") -> Any:
+    """Return the resources of a trial in the form that Tune needs. The first bundle is for the trial itself."""
+    return require_tune("a trial").PlacementGroupFactory([dict(bundle) for bundle in bundles], strategy=strategy)
+
+
+def make_trainable(
+    make_trial: Callable[[dict[str, Any], TrialInfo], TuneTrial],
+    bundles_of: Callable[[dict[str, Any]], Bundles],
+    name: str,
+    *,
+    strategy: str = "PACK",
+    purpose: str = "a trial",
+) -> type[Any]:
+    """Return a class for `tune.Tuner` or `tune.run`.
+
+    Args:
+        make_trial: Makes the trial, in the process of the trial. It must pickle.
+        bundles_of: Returns the resources for a config: one bundle for the trial itself, then one for each worker.
+        name: Name of the class, which Tune shows.
+        strategy: How to place the bundles.
+        purpose: What needs Tune, for the error.
+
+    Raises:
+        MissingTuneError: Ray Tune is not installed.
+    """
+    tune = require_tune(purpose)
+    pickle_modules_by_name()
+    from ray.tune import result as names
+
+    def as_result(reported: TrialStepResult, last: dict[str, Any] | None) -> dict[str, Any]:
+        flags = {} if reported.has_checkpoint is None else {names.SHOULD_CHECKPOINT: reported.has_checkpoint}
+        if not reported.is_last:
+            return {**(reported.metrics or {}), **flags}
+        if reported.metrics is None and not reported.has_checkpoint:
+            return {names.RESULT_DUPLICATE: True, names.DONE: True}
+        return {**(reported.metrics or last or {}), **flags, names.DONE: True}
+
+    class TrialTrainable(tune.Trainable):  # type: ignore[name-defined]
+        """One trial."""
+
+        _last: dict[str, Any] | None = None
+
+        def setup(self, config: dict[str, Any]) -> None:
+            self._trial = make_trial(dict(config), _info_of(self))
+
+        def step(self) -> dict[str, Any]:
+            reported = self._trial.step()
+            self._last = reported.metrics or self._last
+            return as_result(reported, self._last)
+
+        def save_checkpoint(self, checkpoint_dir: str) -> None:
+            self._trial.save(Path(checkpoint_dir))
+
+        def load_checkpoint(self, checkpoint_dir: str) -> None:
+            self._trial.load(Path(checkpoint_dir))
+
+        def reset_config(self, new_config: dict[str, Any]) -> bool:
+            self._last = None
+            self._trial.end()  # the next trial keeps nothing of this one
+            self.setup(new_config)
+            return True
+
+        def cleanup(self) -> None:
+            self._trial.end()
+
+        @classmethod
+        def default_resource_request(cls, config: dict[str, Any]) -> Any:
+            return reservation(bundles_of(dict(config)), strategy)
+
+        def __repr__(self) -> str:
+            return name  # names the actor in the log
+
+    TrialTrainable.__name__ = TrialTrainable.__qualname__ = name
+    return TrialTrainable
+
+
+def _info_of(trainable: Any) -> TrialInfo:
+    return TrialInfo(
+        Path(trainable.logdir), trainable.trial_name or None, trainable.trial_id or None, trainable.trial_resources
+    )
+
+
+@functools.cache
+def trainer_trainable(purpose: str) -> type[Any]:
+    """Return the base of `BaseTorchTrainable` and `TFTrainable`, which runs a class-based trainer as a trial.
+
+    Raises:
+        MissingTuneError: Ray Tune is not installed.
+    """
+    tune = require_tune(purpose)
+
+    class TrainerTrainable(tune.Trainable):  # type: ignore[name-defined]
+        """One trial. A subclass makes the trainer, and trains and validates for an epoch in each step."""
+
+        _checkpoint_name: ClassVar[str]
+        _trainer: Any = None
+
+        def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
+            raise NotImplementedError(
+                f"`{type(self).__name__}` makes no trainer: override `_create_trainer(self, tune_config)`, and return "
+                "one with the trial's config."
+            )
+
+        def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
+            """Give the trainer another config and new operators. Return False if that needs a new trainer."""
+            return False
+
+        @property
+        def trainer(self) -> Any:
+            """The trainer of this trial."""
+            return self._trainer
+
+        def setup(self, config: dict[str, Any]) -> None:
+            """Start the workers."""
+            self._trainer = self._create_trainer(dict(config))
+
+        def reset_config(self, new_config: dict[str, Any]) -> bool:
+            """Use the workers for another trial, in the same processes if possible."""
+            if not self._reset_trainer(dict(new_config)):
+                self.cleanup()
+                self.setup(new_config)
+            return True
+
+        def save_checkpoint(self, checkpoint_dir: str) -> str:
+            """Write the state into the folder, and return the folder for Ray Tune."""
+            self._trainer.save(str(Path(checkpoint_dir, self._checkpoint_name)))
+            write_config(Path(checkpoint_dir), self.config)
+            return checkpoint_dir
+
+        def load_checkpoint(self, checkpoint: str) -> None:
+            """Load what `save_checkpoint` wrote, from the folder or the file.
+
+            If it was saved with another config, optimizers use the values of this config. If you have state outside of
+            the trainer, override this method and `save_checkpoint`.
+            """
+            path = Path(checkpoint)
+            self._trainer.load(str(path / self._checkpoint_name if path.is_dir() else path))
+            if has_changed(path, self.config):
+                self._trainer._follow_config()
+
+        def cleanup(self) -> None:
+            """End the workers."""
+            trainer, self._trainer = self._trainer, None
+            if trainer is not None:
+                trainer.shutdown()
+
+    return TrainerTrainable
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the values of a config beside a checkpoint."""
+    (folder / _CONFIG_FILE).write_text(json.dumps(_comparable(config)), encoding="utf-8")
+
+
+def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Return True if a checkpoint was written with another config. If it holds no config, return False."""
+    try:
+        noted = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return bool(noted != _comparable(config))
+
+
+def _comparable(value: Any) -> Any:
+    """Return data to compare values by, also after JSON. Objects that pickle differently count as different."""
+    if isinstance(value, Mapping):
+        return {str(key): _comparable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_comparable(each) for each in value]
+    plain = value if value is None or isinstance(value, str) else as_number(value)
+    if plain is not None or value is None:
+        return repr(plain)
+    try:
+        return hashlib.sha256(packed_bytes("The config", value)).hexdigest()
+    except UnpicklableError:
+        return math.nan  # not even equal to itself
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two dicts. Dicts under the same name are merged, too; for other values, the second one counts."""
+    result = dict(first)
+    for name, value in second.items():
+        before = result.get(name)
+        both = isinstance(before, Mapping) and isinstance(value, Mapping)
+        result[name] = merged(before, value) if both else value  # type: ignore[arg-type]
+    return result

@@ -1,0 +1,188 @@
+"""One call of `train` or `validate`: the request of a class-based front end to a replica, and the answer. No I/O."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from raysgd.core.arrays.data_kinds import DataPosition
+from raysgd.core.engine.shared.types import Heartbeat
+from raysgd.core.numbers import results
+from raysgd.core.numbers.meters import MetricSummary
+from raysgd.trainer.messages.joint_work import JointWork
+from raysgd.trainer.messages.weight_sums import WeightSums
+
+VALIDATES = "validates"
+"""Key in the `info` of an epoch: True if `fit` validates after epochs."""
+
+
+@dataclass(frozen=True)
+class EpochRequest:
+    """One call of `train` or `validate`, as one worker sees it.
+
+    Attributes:
+        num_steps: Maximum number of steps; None for no limit.
+        info: The caller's `info` for the operator.
+        profile: True to return timers.
+        seed: Seed of the order of the data.
+        shard_key: Name of data that replaces the registered data.
+        redraw: Called by a replica in the driver between steps, about ten times a second, to show progress.
+        starts_over: True if an evaluation begins with the first batch, wherever the last call stopped.
+        compares_ranks: True to return sums of the weights.
+        call: Number of a training call. Only work begun in a call with this number is continued and answered.
+        attempt: Number of the attempt at the call, which begins with 1 and counts the groups that have trained in it.
+        hold_at: After how many batches of a training call all ranks stop, so that it can be left; None for no stop.
+    """
+
+    num_steps: int | None
+    info: Mapping[str, Any]
+    profile: bool
+    seed: int
+    shard_key: str | None = None
+    redraw: Callable[[], None] | None = None
+    starts_over: bool = False
+    compares_ranks: bool = False
+    call: int = 0
+    attempt: int = 0
+    hold_at: int | None = None
+
+
+@dataclass(frozen=True)
+class EpochAnswer:
+    """The answer of a worker.
+
+    Numbers of samples are 0 if unknown.
+
+    Attributes:
+        metrics: Metrics of the call; None if the operator returned something else.
+        returned: Result of the operator in that case.
+        num_steps: Number of batches that were drawn.
+        epoch_idx: Index of the pass that a training call began with, or of the one before an evaluation.
+        heartbeat: Final heartbeat of a training call.
+        place: Position in data that only this call had.
+        joint_work: Work that must be equal on all ranks, if it was recorded.
+        weight_sums: Sums of the weights, if they were requested.
+        num_inherited: Number of samples in the metrics that came from lost workers.
+        num_used: Number of samples that all ranks have trained on in the call, or in its last pass.
+        call: Number of the training call that this answers.
+    """
+
+    metrics: MetricSummary | None
+    returned: Any
+    num_steps: int
+    epoch_idx: int = 0
+    heartbeat: Heartbeat | None = None
+    place: DataPosition | None = None
+    joint_work: JointWork | None = None
+    weight_sums: WeightSums | None = None
+    num_inherited: float = 0
+    num_used: int = 0
+    call: int = 0
+
+
+INHERITED = "inherited_samples"
+"""Key in a worker's own result: number of its samples that came from lost workers."""
+
+
+def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
+    """Return the workers' results merged into one dict, or as a list.
+
+    Raises:
+        TypeError: An operator returned something that cannot be merged.
+    """
+    if not reduce_results:
+        return [_own_result(answer) for answer in answers]
+    metrics = [answer.metrics for answer in answers if answer.metrics is not None]
+    if len(metrics) < len(answers):
+        strange = next(answer.returned for answer in answers if answer.metrics is None)
+        raise TypeError(
+            f"The operator returned a `{type(strange).__name__}`, which cannot be merged over workers: return a "
+            "dict of metrics, or pass `reduce_results=False` to get every worker's own."
+        )
+    return results.merge(metrics)
+
+
+def _own_result(answer: EpochAnswer) -> Any:
+    if answer.metrics is None:
+        return answer.returned
+    values = dict(answer.metrics)
+    return {**values, INHERITED: answer.num_inherited} if answer.num_inherited else values
+
+
+def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments for a user's override, old or new: the iterator, and those of `named` that it accepts.
+
+    In the old library, `info` is the second positional argument, under any name.
+    """
+    parameters = _parameters(method)[1:]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        positional = [
+            p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named
+        ]
+        if positional and positional[0].default is inspect.Parameter.empty:
+            return [iterator, named.pop("info")], named
+        return [iterator], named
+    arguments: list[Any] = [iterator]
+    keywords: dict[str, Any] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.name in named and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            keywords[parameter.name] = named[parameter.name]
+        elif index == 0 and parameter.kind in (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            arguments.append(named["info"])
+    return arguments, keywords
+
+
+def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """Return `method` as a function of a batch and its info, whatever arguments the user's override takes.
+
+    It may take `batch_info`, even by keyword only; `batch_idx`, as in the guide of the old library; both; or only the
+    batch. Any other second argument gets the info.
+    """
+    parameters = _parameters(method)
+    if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        del parameters[0]  # the batch
+    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & _BATCH_ARGUMENTS
+    first = parameters[0] if parameters else None
+    takes_info_unnamed = first is not None and first.name not in known and first.kind in _POSITIONAL
+    is_as_it_is = first is not None and first.kind in _POSITIONAL and known <= {first.name} - {"batch_idx"}
+    if is_as_it_is and not hasattr(method, "__wrapped__"):  # a decorator may accept keywords only
+        return method
+    if takes_info_unnamed:
+        return lambda batch, info: method(batch, info, **{name: _told(name, info) for name in known})
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        known = known or {"batch_info"}
+    return lambda batch, info: method(batch, **{name: _told(name, info) for name in known})
+
+
+def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters that a caller passes."""
+    method = inspect.unwrap(method, stop=lambda each: inspect.ismethod(each) or hasattr(each, "__signature__"))
+    if not inspect.ismethod(method):
+        return list(inspect.signature(method).parameters.values())
+    parameters = _parameters_of(method.__func__)
+    return list(parameters if parameters[0].kind is inspect.Parameter.VAR_POSITIONAL else parameters[1:])
+
+
+@lru_cache
+def _parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of a function. Cached, because each epoch asks for them; only the function is kept."""
+    return tuple(inspect.signature(function).parameters.values())
+
+
+_BATCH_ARGUMENTS = {"batch_info", "batch_idx"}
+_POSITIONAL = {
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.VAR_POSITIONAL,
+}
+
+
+def _told(name: str, info: Mapping[str, Any]) -> Any:
+    return info if name == "batch_info" else info["batch_idx"]

@@ -1,0 +1,45 @@
+"""Facts about a replica that was set up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.core.arrays.ray_batches import RayBatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerFacts:
+    """Facts about a replica that the driver needs.
+
+    Attributes:
+        num_models: Number of registered models.
+        num_optimizers: Number of registered optimizers.
+        seed: This rank's seed for the order of the data.
+        train_data: Properties of the train data that must be equal on all ranks; None if it is not divided.
+        validation_data: The corresponding properties of the validation data.
+        keeps_own_state: True if the operator has its own state, which evaluation may change.
+        epoch_obstacle: Reason why an epoch can only start over; None if it can continue.
+        ray_batches: Registered Ray Data, which the driver divides; reported by rank 0 for all ranks.
+        has_validation: True if there is validation data, or a user's `validate`, which may not need any.
+        keeps_global_batch: True if the global batch does not depend on the number of workers.
+        batch_size: Number of samples in a batch of one worker's train loader; None if unknown.
+    """
+
+    num_models: int
+    num_optimizers: int
+    seed: int
+    train_data: Any
+    validation_data: Any
+    keeps_own_state: bool
+    epoch_obstacle: str | None = None
+    ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
+    has_validation: bool = False
+    keeps_global_batch: bool = False
+    batch_size: int | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of models and optimizers that a state must contain."""
+        return {"models": self.num_models, "optimizers": self.num_optimizers}

@@ -1,0 +1,182 @@
+"""Sources of the batches to predict that need no framework: arrays, data frames, Ray Data and iterators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from raysgd.core.arguments import did_you_mean, is_integer
+from raysgd.core.arrays import trees
+from raysgd.core.arrays.arrays import Arrays, as_arrays, check_columns, is_frame
+from raysgd.core.arrays.containers import ArrayContainer, Container, DataFrameContainer, RayDataContainer
+from raysgd.core.arrays.data_kinds import kind_of
+from raysgd.core.arrays.ray_batches import PLAIN_FORM, BatchForm, Columns, ray_batches
+from raysgd.trainer.messages.prediction import Batches, Rows, Work
+
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass
+class PredictionSource:
+    """Yields the batches of a prediction as pieces, one for each batch.
+
+    Attributes:
+        pieces: The pieces, in the order of their rows.
+        work: Converts consecutive pieces to work for a worker.
+        nbytes: Returns the number of bytes to send for a piece.
+        num_batches: Number of batches; None if unknown.
+        share: Data that every worker needs once; None for none.
+        has_target: True if batches that are tuples end with a target; None: if they have several parts.
+    """
+
+    pieces: Iterator[Any]
+    work: Callable[[Sequence[Any]], Work]
+    nbytes: Callable[[Any], int]
+    num_batches: int | None
+    share: Any = None
+    has_target: bool | None = None
+
+    def draw(self, number: int) -> Sequence[Any]:
+        """Return at most so many of the next pieces; an empty list at the end."""
+        return list(islice(self.pieces, number))
+
+    def close(self) -> None:
+        """Close the generator, if the pieces come from one."""
+        if hasattr(self.pieces, "close"):
+            self.pieces.close()
+
+
+def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSource:
+    """Return a source of row numbers of a dataset that every worker gets."""
+    ranges = [range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
+    return PredictionSource(iter(ranges), Rows, lambda piece: 0, len(ranges), share)
+
+
+def source_of_batches(
+    batches: Iterable[Any], num_batches: int | None = None, form: BatchForm | None = None
+) -> PredictionSource:
+    """Return a source of the batches of an iterable.
+
+    Args:
+        batches: The batches, in the order of their rows.
+        num_batches: Number of batches; None if unknown.
+        form: Conversion of arrays and dicts of columns; None for batches that are ready.
+    """
+    return PredictionSource(iter(batches), partial(Batches, form=form), _bytes_of_batch, num_batches)
+
+
+def _bytes_of_batch(batch: Any) -> int:
+    return trees.nbytes(tuple(batch) if isinstance(batch, list) else batch)
+
+
+def _rows(array: Any, start: int, stop: int) -> Any:
+    part = array[start:stop]
+    return part.clone() if hasattr(part, "clone") else part  # pickling a tensor's slice would send the whole tensor
+
+
+def num_rows_of(arrays: Any) -> int:
+    """Return the number of rows, which must be equal in all arrays.
+
+    Raises:
+        ValueError: The numbers differ, or an array has no rows.
+    """
+    found = {name: trees.rows_of(leaf) for name, leaf in trees.leaves(arrays)}
+    if len(set(found.values())) != 1 or None in found.values():
+        sizes = ", ".join(f"{name or 'it'}: {rows}" for name, rows in found.items())
+        raise ValueError(f"The arrays have different numbers of rows, or none ({sizes}): pass arrays of one length.")
+    return next(rows for rows in found.values() if rows is not None)
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """Rules for making batches from rows.
+
+    Attributes:
+        batch_size: Batch size for data without its own.
+        has_size: True if the user passed the size to `predict`, so that it overrides that of the data.
+        feature_columns: Columns that the user passed to `predict`.
+        leaf: Converts an array of the results for the user.
+    """
+
+    batch_size: int
+    has_size: bool = False
+    feature_columns: Columns = None
+    leaf: Callable[[Any], Any] = trees.own
+
+    def size(self, own: int | None) -> int:
+        """Return the batch size for data whose own one is `own`."""
+        return self.batch_size if self.has_size or own is None else own
+
+    def form(self, own: BatchForm = PLAIN_FORM) -> BatchForm:
+        """Return the columns for data whose own form is `own`. A label column is only kept for a transform."""
+        if self.feature_columns is not None:
+            return replace(PLAIN_FORM, feature_columns=self.feature_columns)
+        return own if own.transform is not None else replace(own, label_column=None)
+
+
+Found = tuple[PredictionSource, Container]
+
+
+def source_of(data: Any, asked: BatchRequest) -> Found | None:
+    """Return source and container for data that needs no framework, or None for other data.
+
+    Raises:
+        TypeError, ValueError: The columns are invalid, or the data has none.
+    """
+    kind = kind_of(data)
+    if kind == "ray":
+        batches = ray_batches(data)
+        assert batches is not None, "it is of Ray Data"
+        [share] = replace(batches, batch_size=asked.size(batches.batch_size)).shares(1)
+        return source_of_batches(share.arrays(), form=asked.form(batches.form)), RayDataContainer()
+    check_columns(asked.feature_columns, data.data if isinstance(data, Arrays) else data)
+    return _of_arrays(data, asked) if kind == "rows" else None
+
+
+def _of_arrays(given: Any, asked: BatchRequest) -> Found:
+    arrays = given if isinstance(given, Arrays) else Arrays(given)
+    data, form = arrays.data, asked.form(arrays.form)
+    has_target = arrays is given and isinstance(data, tuple) and len(data) > 1
+    container: Container = ArrayContainer(asked.leaf, is_dict=isinstance(data, Mapping))
+    if is_frame(data):
+        container = DataFrameContainer(data.index)
+        data = data if form.columns is None else _columns_of(data, form.columns)
+    rows = as_arrays(data, in_columns=form.columns is not None)
+    size = asked.size(arrays.batch_size)
+    starts = range(0, num_rows_of(rows), size) or [0]  # without rows, one empty batch shows what outputs look like
+
+    def batch_at(start: int) -> Any:
+        return trees.mapped(rows, lambda array: _rows(array, start, start + size))
+
+    source = source_of_batches(map(batch_at, starts), len(starts), form)
+    return replace(source, has_target=has_target or form.label_column is not None), container
+
+
+def _columns_of(frame: Any, columns: Sequence[str]) -> Any:
+    for name in columns:
+        if name not in frame.columns:
+            known = [str(each) for each in frame.columns]
+            raise KeyError(
+                f"`feature_columns`: the data frame has no column {name!r}.{did_you_mean(str(name), known)} It has "
+                f"{', '.join(known)}."
+            )
+    return frame[columns]
+
+
+def refuse(data: Any, kinds: str) -> TypeError:
+    """Return the error for data of an unsupported type."""
+    hint = ""
+    if isinstance(data, list):
+        first = type(data[0]) if data else object
+        joined = "torch.stack" if f"{first.__module__}.{first.__name__}" == "torch.Tensor" else "numpy.asarray"
+        hint = f" For the rows in a list pass `{joined}(data)`, for the batches in it `iter(data)`."
+    elif is_integer(data):
+        hint = " Pass the data themselves."
+    elif isinstance(data, np.generic):
+        hint = " Pass an array with a row for each sample."
+    return TypeError(f"`predict` got a `{type(data).__name__}`: need {kinds}.{hint}")

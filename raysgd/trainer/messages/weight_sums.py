@@ -1,0 +1,156 @@
+"""Two numbers for each weight of a replica, to detect replicas that are no longer equal. No I/O.
+
+They are the sum and the sum of squares. Equal ranks may round differently, on other processors or with other numbers of
+threads; the tolerance allows for that. With `deterministic=True` the numbers are sums of the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raysgd.core.text.log_lines import named
+from raysgd.exceptions import RanksDifferError
+
+_TOLERANCE = 1e-4  # a hundred times the difference between ranks with different kernels after 8,000 steps
+_TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}  # by bytes of a number; the difference in bfloat16 was 0.14
+_SMALLEST = 1e-3  # relative to the norm of all weights: a smaller weight may be noise around 0
+_SHARE = 0.005  # share of the time for comparisons; with those at snapshots it stays below 1 %
+_MOST_NAMES = 3
+_CHUNK = 1 << 16  # numbers that are converted at once, which takes half a megabyte
+
+REASONS_OF_TORCH = (
+    "gradients that bypass `DistributedDataParallel`, as with `self.model.module(...)` or `torch.autograd.grad` (call "
+    "`self.model(...)`, and `self.backward(loss)` or `loss.backward()`); a second backward pass "
+    "of one forward pass (add the losses up)"
+)
+_ADVICE = (
+    "Replicas that exchange gradients have to stay equal. Likely reasons: {reasons}; random numbers or learning "
+    "rates that differ between workers; a batch that some workers skipped. {way_out}"
+)
+_WAY_OUT = (
+    "The next call, or `load`, begins with the last snapshot. If your workers are to differ, set "
+    "`compares_ranks = False` in your operator class, or `self.compares_ranks = (self.model,)` in `setup`, with the "
+    "models to compare."
+)
+
+
+@dataclass(frozen=True)
+class WeightSums:
+    """The sums of a rank's weights.
+
+    Attributes:
+        names: Names of the weights and their models. Keras counts objects in each process, so names of the same weights
+            may differ between ranks.
+        shapes: Shapes of the weights.
+        numbers: A row for each weight. Integers are compared exactly.
+        tolerances: Allowed difference of other numbers, relative to their size.
+        seconds: Time that it took to compute them.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    numbers: np.ndarray[Any, Any]
+    tolerances: tuple[float, ...]
+    seconds: float
+
+
+class ComparisonPace:
+    """Decides after which training calls without a snapshot ranks are compared: this takes 0.5 % of the time."""
+
+    def __init__(self) -> None:
+        self._cost_s = self._since_s = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """True if there is time for a comparison after the next call."""
+        return self._cost_s <= _SHARE * self._since_s
+
+    def note_call(self, seconds: float, costs_s: Sequence[float]) -> None:
+        """Note how long a call took, and how long the comparison after it took on each rank, if there was one."""
+        if costs_s:
+            self._cost_s, self._since_s = max(costs_s), 0.0
+        self._since_s += seconds
+
+
+def models_to_compare(models: Sequence[Any], compares_ranks: Any) -> list[tuple[int, Any]]:
+    """Return the registered models that the operator's `compares_ranks` selects, with their numbers.
+
+    Raises:
+        ValueError: `compares_ranks` has another type.
+    """
+    chosen = models if compares_ranks is True else () if compares_ranks is False else compares_ranks
+    ids = {id(each) for each in chosen} if isinstance(chosen, tuple | list) else {0}
+    if not ids <= {id(model) for model in models}:
+        raise ValueError(
+            f"`compares_ranks={compares_ranks!r}`: allowed are True, False and a tuple of registered models, as in "
+            "`self.compares_ranks = (self.model,)`."
+        )
+    return [(number, model) for number, model in enumerate(models, start=1) if id(model) in ids]
+
+
+def tolerance_of(num_bytes: int) -> float:
+    """Return the allowed difference between ranks for weights whose numbers have this many bytes."""
+    return _TOLERANCES_OF_SHORT.get(num_bytes, _TOLERANCE)
+
+
+def sums_of_array(array: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Return the sum and the sum of squares of an array."""
+    total = squares = 0.0
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start : start + _CHUNK].astype(np.float64)
+        total, squares = total + float(part.sum()), squares + float(part @ part)
+    return total, squares
+
+
+def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: str = _WAY_OUT) -> None:
+    """Check that the weights of ranks are equal. If the sums of a rank are missing, nothing is compared.
+
+    Args:
+        told: The sums of each rank.
+        reasons: Likely reasons for a difference in this framework.
+        way_out: Advice for the user.
+
+    Raises:
+        RanksDifferError: The weights differ.
+    """
+    sums = {rank: each for rank, each in told.items() if each is not None}
+    found = _difference(sums) if len(sums) == len(told) > 1 else ""
+    if found:
+        advice = _ADVICE.format(reasons=reasons, way_out=way_out)
+        raise RanksDifferError(f"The workers' models are no longer equal: {found}. {advice}")
+
+
+def _difference(sums: Mapping[int, WeightSums]) -> str:
+    first, *others = sorted(sums)
+    own = sums[first]
+    odd = [rank for rank in others if sums[rank].shapes != own.shapes]
+    if odd:
+        return f"{named(odd)} have other parameters than rank {first}"
+    apart = {rank: _apart(own, sums[rank]) for rank in others}
+    ranks_of = [[rank for rank in others if apart[rank][index]] for index in range(len(own.names))]
+    found = [f"{name} on {named(ranks)}" for name, ranks in zip(own.names, ranks_of, strict=True) if ranks]
+    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    return f"compared with rank {first}, these differ: {', '.join(found[:_MOST_NAMES])}{more}" if found else ""
+
+
+def _apart(one: WeightSums, other: WeightSums) -> Sequence[bool]:
+    """Return a flag for each weight: True if two ranks differ in it.
+
+    Differences are relative to the norm of the weight, because its sum may be near 0 even if its numbers are not.
+    """
+    these, those = one.numbers, other.numbers
+    is_same = (these == those) | (np.isnan(these) & np.isnan(those))
+    if these.dtype.kind == "f":
+        with np.errstate(invalid="ignore"):
+            sizes, distances = np.maximum(np.abs(these), np.abs(those)), np.abs(these - those)
+            squares = sizes[:, 1].copy()
+            sizes[:, 1] = np.maximum(squares, _SMALLEST**2 * squares.sum(where=np.isfinite(squares)))
+            sizes[:, 0] += np.sqrt(sizes[:, 1])
+            is_same |= np.isfinite(distances) & (distances <= np.array(one.tolerances)[:, None] * sizes)
+    apart: Sequence[bool] = (~is_same.all(axis=1)).tolist()
+    return apart

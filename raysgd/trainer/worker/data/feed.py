@@ -1,0 +1,270 @@
+"""The data of one replica across calls: its streams, the number of passes, and the position for snapshots."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from raysgd.core.arrays.data_kinds import CallData, DataPosition
+from raysgd.core.arrays.ray_batches import RayLoader
+from raysgd.core.engine.shared.types import DataLedger
+from raysgd.exceptions import OnFailure
+from raysgd.trainer.messages.epochs import EpochRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Feed(ABC):
+    """Hands out the streams of a replica and knows their positions.
+
+    A source of batches has `is_divided`: True if the library divides its data, so that a position is valid for any
+    number of workers. Then its `state(consumed, is_mid_pass)` returns the other entries of a position, such as the
+    data, their order and the place in them. Its `load_state(position)` restores a position, and returns True if a pass
+    that stopped there can continue.
+
+    Attributes:
+        epoch: Number of passes over the train data that have begun.
+        train_stream: Stream over the registered train data; None until a call has used it.
+        data_of_call: This worker's share of the data that the last call brought along, under "train" or "validation".
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.train_stream: Any = None
+        self.data_of_call: dict[str, CallData] = {}
+        self._left_to_validate: Any = None  # the stream in which the next call of `validate` continues
+        self._to_resume: Mapping[str, Any] | None = None
+        self._of_call: tuple[str | None, Any] = (None, None)
+        self._made: dict[str, tuple[str | None, Any]] = {}
+
+    @property
+    @abstractmethod
+    def _ranks(self) -> Any:
+        """The ranks of the group, as sources need them."""
+
+    @property
+    @abstractmethod
+    def _registered_stream(self) -> Any:
+        """The registered `StreamData` to train on; None if other data or none is registered."""
+
+    @abstractmethod
+    def _source(self, name: str, request: EpochRequest, *, training: bool) -> Any:
+        """Return the source of batches for the data that is registered under "train" or "validation"."""
+
+    @abstractmethod
+    def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> Any:
+        """Return the source of batches for the data that the request brought along under "train" or "validation"."""
+
+    @abstractmethod
+    def _stream_over(self, source: Any, begin_pass: Callable[[], int]) -> Any:
+        """Return a stream to train on. It calls `begin_pass` for the index of each pass that begins."""
+
+    @abstractmethod
+    def _make(self, name: str) -> Any:
+        """Make the loader or dataset of this worker's share under "train" or "validation"."""
+
+    @abstractmethod
+    def _open_validation(self, request: EpochRequest) -> Any:
+        """Return a stream over the validation data that begins with the first batch."""
+
+    @abstractmethod
+    def obstacle(self, name: str) -> str | None:
+        """Return why the position in the data under "train" or "validation" is unknown; None if it is known."""
+
+    def obstacle_of_call(self, stream: Any) -> str | None:
+        """Return why a call with its own data cannot continue in the middle; None if it can, or for registered data."""
+        return None
+
+    @abstractmethod
+    def ledger(self) -> DataLedger | None:
+        """Return the record of which train samples were used; None if it is not known."""
+
+    @abstractmethod
+    def ray_loader(self, name: str) -> RayLoader | None:
+        """Return the data registered under "train" or "validation" if they are of Ray Data, otherwise None."""
+
+    def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
+        """Keep this worker's share of data that the driver divides, if there is one. It replaces an earlier share."""
+        if share is None:
+            return
+        if request.shard_key is not None:
+            self.data_of_call[name] = share
+            return
+        loader = self.ray_loader(name)
+        assert loader is not None, "the driver divides what is registered"
+        loader.iterator = share.data.iterator
+        if name == "train":
+            self.train_stream = None
+
+    def training(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
+        """Return the stream to train on: over the data of the request if it has some, else over the registered data.
+
+        Args:
+            request: The training request.
+            is_begun: True if the call continues, so that its pass over its own data is already counted.
+        """
+        epoch = self.epoch
+        with OnFailure(lambda: self._count(epoch)):  # if the call does not begin, no pass is counted
+            return self._joined(request, is_begun)
+
+    def _joined(self, request: EpochRequest, is_begun: bool) -> Any:
+        if request.shard_key is not None:
+            self._count(self.epoch + (not is_begun))
+            stream = self._stream_of_call(request)
+        elif self.train_stream is None:
+            stream = self._stream_over(self._source("train", request, training=True), self.begin_pass)
+            self._resume(stream)
+            self.train_stream, self._to_resume = stream, None
+        else:
+            stream = self.train_stream
+        stream.source.join(self._ranks)
+        return stream
+
+    def _count(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @contextmanager
+    def validating(self, request: EpochRequest) -> Iterator[Any]:
+        """Provide the stream of a call of `validate`.
+
+        If a call with `num_steps` over registered data returns, the next call continues after its last batch. In all
+        other cases, the next call begins with the first batch, wherever the user's loop stopped.
+        """
+        if request.shard_key is not None:  # the call has its own data
+            yield self._open_validation(request)
+            return
+        left, self._left_to_validate = self._left_to_validate, None
+        stream = self._open_validation(request) if left is None or request.starts_over else left
+        yield stream
+        if request.num_steps is not None:
+            self._left_to_validate = stream
+
+    def _stream_of_call(self, request: EpochRequest) -> Any:
+        """Return the stream over the call's own data, where the last call with these data stopped."""
+        key, stream = self._of_call
+        if stream is None or key != request.shard_key:
+            source = self._source_of_call("train", request, training=True)
+            stream = self._stream_over(source, lambda: self.epoch - 1)
+            self._go_to_place(stream)
+            self._of_call = request.shard_key, stream
+        return stream
+
+    def _go_to_place(self, stream: Any) -> None:
+        """Move to where the last call with the same data stopped, if the workers were sent the data again."""
+        share = self.data_of_call["train"]
+        place = share.place
+        if place is None or not has_divided_source(stream):
+            return
+        if stream.source.load_state(place.saved):
+            stream.resume(place.pass_index, place.consumed)
+        self.data_of_call["train"] = replace(share, place=None)
+
+    def made_of_call(self, name: str, request: EpochRequest) -> Any:
+        """Return the loader or dataset of a call's share. Made once for all calls that use the share."""
+        key, made = self._made.get(name, (None, None))
+        if key != request.shard_key:
+            made = self._make(name)
+            self._made[name] = request.shard_key, made
+        return made
+
+    def is_divided(self, stream: Any) -> bool:
+        """Return True if the library divides the stream's data, so that its position is valid for any group size."""
+        return stream is self.train_stream and has_divided_source(stream)
+
+    def break_off(self) -> None:
+        """Forget interrupted steps. They will be repeated."""
+        for stream in (self.train_stream, self._of_call[1]):
+            if stream is not None:
+                stream.break_off()
+
+    def begin_again(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
+        """Prepare to continue a call in a new group.
+
+        Args:
+            request: The training request.
+            share: This worker's part of data that the driver divides.
+            place: Position of the call in its own data.
+        """
+        if request.shard_key is not None:
+            self.take_share("train", request, share)
+            self.data_of_call["train"] = replace(self.data_of_call["train"], place=place)
+
+    def place_of_call(self, stream: Any) -> DataPosition | None:
+        """Return where a call stopped in its own data; None at the end of a pass, or if the position is unknown."""
+        if stream is self.train_stream or not has_divided_source(stream):
+            return None
+        if not stream.is_mid_pass:
+            return None
+        consumed = stream.completed
+        return DataPosition(stream.pass_index, consumed, stream.source.state(consumed, True))
+
+    def begin_pass(self) -> int:
+        """Count a pass over the train data; return its index."""
+        self.epoch += 1
+        return self.epoch - 1
+
+    def pass_index(self, stream: Any) -> int:
+        """Return the index of the pass that the next batch belongs to."""
+        if stream is not self.train_stream:
+            return self.epoch - 1
+        index: int = stream.pass_index if stream.is_mid_pass else self.epoch
+        return index
+
+    def position(self) -> dict[str, Any] | None:
+        """Return the position of the next batch in the train data.
+
+        If the library does not divide the data, a position inside a pass is unknown.
+        """
+        stream = self.train_stream
+        if stream is None:
+            return dict(self._to_resume) if self._to_resume else None
+        is_mid_pass = stream.is_mid_pass
+        if not self.is_divided(stream):
+            return {"is_unknown": True, "pass_index": stream.pass_index} if is_mid_pass else None
+        consumed = stream.completed if is_mid_pass else 0
+        return {
+            "pass_index": stream.pass_index,
+            "consumed": consumed,
+            "is_mid_pass": is_mid_pass,  # also True before its first step is done
+            **stream.source.state(consumed, is_mid_pass),
+        }
+
+    def check_position(self, position: Mapping[str, Any] | None) -> None:
+        """Check that a position fits the registered stream.
+
+        Raises:
+            ValueError: The position does not fit.
+        """
+        if self._registered_stream is not None and position and not position.get("is_unknown"):
+            self._registered_stream.check_position(position)
+
+    def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
+        """Continue at a saved position, with new streams."""
+        self.close()
+        self.epoch, self._to_resume = epoch, position
+
+    def close(self) -> None:
+        """Drop the streams with their iterators."""
+        self.train_stream = None
+        self._of_call = None, None
+        self._left_to_validate = None
+
+    def _resume(self, stream: Any) -> None:
+        position = self._to_resume
+        if position and position.get("is_unknown"):
+            logger.warning(
+                "epoch %s stopped in the middle, and the library does not divide this train data, so its position is "
+                "unknown: reading it from the beginning",
+                position["pass_index"],
+            )
+        elif position and has_divided_source(stream) and stream.source.load_state(position) and position["is_mid_pass"]:
+            stream.resume(position["pass_index"], position["consumed"])
+
+
+def has_divided_source(stream: Any) -> bool:
+    """Return True if a stream is over data that the library divides."""
+    return getattr(getattr(stream, "source", None), "is_divided", False)

@@ -1,0 +1,134 @@
+"""The loop over the steps of a training call, which knows whether a step is half done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from raysgd.core.engine.shared.time_spent import OTHER
+from raysgd.core.engine.shared.types import DataLedger
+from raysgd.trainer.messages.epochs import EpochRequest
+from raysgd.trainer.messages.joint_work import JointWork
+from raysgd.trainer.worker.data.batch_streams import PlaceInStep
+from raysgd.trainer.worker.data.epoch_run import EpochRun
+from raysgd.trainer.worker.data.feed import Feed
+
+
+class Loop:
+    """A loop over the batches of a feed. This base class assumes that no step changes the state; subclasses know more.
+
+    Attributes:
+        first_bin: Bin of the time before the first batch is drawn. If the library draws no batches, of the whole call.
+    """
+
+    first_bin: ClassVar[str] = OTHER
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    @property
+    def place(self) -> PlaceInStep:
+        """The place of the replica in its step. With PyTorch, this is the `Leg` of the running call."""
+        raise NotImplementedError
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the state is that of a completed step."""
+        return True
+
+    @property
+    def can_return(self) -> bool:
+        """True if the state of the last completed step can be restored after user code raised, on all ranks alike."""
+        return self.is_whole
+
+    @property
+    def has_stock_loop(self) -> bool:
+        """True if the epoch runs in the library's loop, which completes the metrics of its batches itself."""
+        return False
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Return True if an exception means that the group is broken."""
+        return False
+
+    def may_be_parted(self, error: BaseException) -> bool:
+        """Return True if an exception may come from ranks that did different things."""
+        return False
+
+    @property
+    def own_s(self) -> float | None:
+        """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""
+        return None
+
+    @property
+    def joint_work(self) -> JointWork | None:
+        """Record of what all ranks must do alike in the training call; None if there is none."""
+        return None
+
+    def plain(self, value: Any) -> Any:
+        """Convert a result to something that the driver can read, such as a tensor of one element to a number."""
+        return value
+
+    def note_boundary(self) -> None:
+        """Called when the state is that of a completed step."""
+
+    def note_restored(self) -> None:
+        """Called when the state was replaced by that of a completed step."""
+        self.note_boundary()
+
+    def begin_call(self) -> None:
+        """Called before a new training call: forget the previous one."""
+
+    def return_to_boundary(self) -> None:
+        """Restore the state of the last boundary. The batches since then will be repeated."""
+
+    def end_call(self) -> None:
+        """Called when a training call has its answer."""
+
+    def stream(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
+        """Return the stream of a training call's batches; see `Feed.training`."""
+        return self._feed.training(request, is_begun=is_begun)
+
+    def pass_index(self, stream: Any) -> int:
+        """Return the index of the pass that the next batch belongs to."""
+        return self._feed.pass_index(stream)
+
+    def can_resume(self, stream: Any) -> bool:
+        """Return True if a call over this stream can continue from inside."""
+        return self._feed.is_divided(stream)
+
+    def break_off(self) -> None:
+        """Forget an interrupted step. It will be repeated."""
+        self._feed.break_off()
+
+    @property
+    def order_obstacle(self) -> str | None:
+        """Reason why this process cannot repeat the rest of the pass in the same order; None if it can."""
+        return None
+
+    def ledger(self) -> DataLedger | None:
+        """Return the record of which samples were used; None if the library does not divide them.
+
+        Called from two threads.
+        """
+        return self._feed.ledger()
+
+    def progress_text(self) -> str:
+        """Return the progress of the training call as text for the log."""
+        data = self.ledger()
+        return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
+
+    def num_samples(self, run: EpochRun) -> int:
+        """Return the number of samples that this rank has used in a training call; 0 if they are not counted."""
+        return int(run.meters.n)
+
+    def results(self, run: EpochRun) -> Any:
+        """Return the metrics of an epoch that other ranks completed, and this one did not."""
+        return run.meters.summary()
+
+    def extra_results(self) -> dict[str, Any]:
+        """Return the entries that the library adds to the metrics of a training call."""
+        return {"epoch": self._feed.epoch}
+
+    def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
+        """Return the arguments of the operator's `validate` besides the batches and `info`."""
+        return {}

@@ -1,0 +1,243 @@
+"""The base of the replicas that host operators: the methods that the engine and the driver call by name.
+
+`hosted` has the operator and its framework, `training` the calls, `state` the copies of the state. ADR 115 says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.time_spent import DRIVER
+from raysgd.core.engine.shared.types import StateHandover, World
+from raysgd.exceptions import NotRegisteredError
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
+from raysgd.trainer.messages.facts import RunnerFacts
+from raysgd.trainer.worker.data.epoch_run import RunState
+from raysgd.trainer.worker.hosted import Hosted
+from raysgd.trainer.worker.state.state_checks import check_parts
+from raysgd.trainer.worker.training import ReplicaCalls
+
+logger = logging.getLogger(__name__)
+
+
+class ClassRunner(ReplicaCalls, ABC):
+    """A `RegroupingReplica` that hosts one operator at a time.
+
+    Args:
+        settings: Settings to build the operator from.
+        world: Rank of this worker, and size of the group.
+    """
+
+    _candidate: Hosted | None = None
+
+    def __init__(self, settings: Any, world: World) -> None:
+        super().__init__(settings.recovery.snapshot_every_n_steps)
+        self._last_left = 0
+        self._settings, self._first_world = settings, world
+        self._host(self._make_hosted(settings.after(0), world))
+
+    @abstractmethod
+    def _make_hosted(self, settings: Any, world: World) -> Hosted:
+        """Return a hosted operator of this framework for these settings. Its `build` is not called yet."""
+
+    def setup(self) -> Any:
+        """Build the operator, which runs the user's `setup`, and apply later changes of the config. Return its facts.
+
+        Raises:
+            NotRegisteredError: `setup` registered no model.
+        """
+        facts = self._hosted.build()
+        if not facts.num_models:
+            raise NotRegisteredError(
+                f"`{type(self._hosted.operator).__name__}.setup` never called `register`: register models and "
+                "optimizers there, so that the library can train, save and restore them."
+            )
+        if self._settings.config_changes:
+            self._hosted.follow(self._settings)
+            facts = self._hosted.facts()
+        self._ledger.enter(DRIVER)
+        return facts
+
+    def renew(self, settings: Any, world: World | None = None) -> Any:
+        """Make a new operator from new settings, in the same process and group. Return its facts, like `setup`."""
+        self.shutdown()
+        self.drop_reload()
+        self._settings = settings
+        self._host(self._make_hosted(settings.after(0), world or self._hosted.world))
+        return self.setup()
+
+    def follow(self, settings: Any) -> None:
+        """Apply changes of the settings that were made since the operator was built; see `Hosted.follow`."""
+        self._hosted.follow(settings)
+
+    def warm_up(self) -> None:
+        """Take a step in advance, before this replica has a place in a group."""
+        self._ledger.stand_by()
+        try:
+            self._hosted.warm_up()
+        except Exception as error:  # a real step raises it
+            logger.warning("warm-up of a new worker failed: %r", error)
+
+    @property
+    def epoch(self) -> int:
+        """Number of passes over the train data that have begun."""
+        return self._hosted.feed.epoch
+
+    @property
+    def epochs_done(self) -> int:
+        """Number of passes over the train data that are complete."""
+        feed = self._hosted.feed
+        position = feed.position()
+        is_mid_pass = position is not None and (position.get("is_mid_pass") or position.get("is_unknown"))
+        return feed.epoch - bool(is_mid_pass)
+
+    def change_config(self, settings: Any) -> list[str]:
+        """Change entries of the operator's config; see `Hosted.change_config`."""
+        return self._hosted.change_config(settings)
+
+    # The next methods change the operator class of a live replica. ADR 72 says why in two steps.
+
+    def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:
+        """Make an operator of an edited class with the current state. The old one stays in use until `finish_reload`.
+
+        Returns:
+            Facts of the new operator, and the hyperparameters that its `setup` chose differently.
+
+        Raises:
+            ValueError: The state does not fit the new operator.
+        """
+        hosted = self._hosted
+        self._candidate, own = None, hosted.state.own()
+        with hosted.giving_back_random_numbers():
+            candidate = self._make_hosted(settings, hosted.world)
+            facts: RunnerFacts = candidate.build()
+            state = hosted.state.read()
+            check_parts(state, facts.counts)
+            candidate.restore(state, own)
+        candidate.has_trained = hosted.has_trained
+        self._candidate = candidate
+        return facts, hosted.edited_by(candidate)
+
+    def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
+        """Switch to the operator that `prepare_reload` made. Return its facts; None if there is no such operator."""
+        if self._hosted.settings.revision != revision:  # otherwise this replica already started with the new class
+            candidate = self._candidate
+            if candidate is None or candidate.settings.revision != revision:
+                return None
+            self._hosted.feed.close()
+            self._host(candidate)
+            self.drop_reload()
+        self._hosted.take_edited(edited)
+        facts: RunnerFacts = self._hosted.facts()
+        return facts
+
+    def drop_reload(self) -> None:
+        """Drop the operator that `prepare_reload` made."""
+        self._candidate = None
+
+    def follow_config(self) -> None:
+        """Set the optimizers' hyperparameters to those of `setup` again, after a state of another config was loaded."""
+        self._hosted.follow_config()
+
+    # ------------------------------------------------------------------------------------------------ the state
+
+    def state(self) -> dict[str, Any]:
+        """Return the live state. Copy it before anything else runs."""
+        return self._hosted.state.read()
+
+    def capture(self, landed_token: int | None) -> Capture:
+        """Copy the state between two calls: rank 0 copies the shared state, every rank its own.
+
+        Args:
+            landed_token: Token of the last copy that the driver has fetched; None if it has none.
+        """
+        return self._copies.after_call(self._hosted.state, self._hosted.world.rank, landed_token)
+
+    def fetch(self, token: int) -> Any:
+        """Return the copy of the state that `token` names."""
+        return self._copies.fetch(token)
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """Return this rank's part of the mid-call snapshot after `number` steps; None if it was dropped."""
+        return self._copies.part_of_snapshot(number)
+
+    def restore(self, shared_state: Any, own_state: Any) -> None:
+        """Restore a snapshot or a checkpoint. If it does not fit, nothing is changed. See `ReplicaState.restore`."""
+        self._hosted.restore(shared_state, own_state)
+        self._forget_call()
+
+    def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
+        """Restore a snapshot that was taken inside a training call. The call can then continue from there."""
+        self.restore(shared_state, own_state)
+        self._go_on_from(first, parts)
+
+    def shutdown(self) -> None:
+        """Drop the iterators, which ends the processes of loaders. The operator stays usable."""
+        self._hosted.close()
+        self._forget_call()
+        self._copies.clear()
+
+    def regroup(self, world: World, handover: StateHandover) -> Any:
+        """Continue in the new group. A rank among `handover.takers` receives the state of `handover.source`."""
+        hosted = self._hosted
+        with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
+            self._leave_group()
+            self.drop_reload()  # it was made for the old group
+            if handover.make_replica is not None:  # this standby worker was built with earlier settings
+                hosted.follow(handover.make_replica.settings)
+            hosted.world = world
+            hosted.take_place(world)
+            if world.rank == handover.source and handover.takers:
+                hosted.send(self._handed_over(), handover.takers)
+            elif world.rank in handover.takers:
+                self._take_over(*hosted.receive(handover.source, handover.takers))
+            hosted.settle_in()
+            self._settle_run(hosted.names_of_all(self._name), handover.orphans)
+            hosted.operator.world_changed()
+            return hosted.facts()
+
+    def validate_on_loan(
+        self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None
+    ) -> EpochAnswer | None:
+        """Validate a state of the training workers on a spare worker, which is in no group.
+
+        If the state belongs to older settings, the operator is rebuilt for them, and for its own settings afterwards.
+
+        Args:
+            number: Number of the loan.
+            settings: Settings that the state belongs to.
+            state: The state to validate.
+            request: The validation request.
+            share: This worker's part of data that the driver divides.
+
+        Returns:
+            The answer; None if the loan ended before the validation was complete.
+        """
+
+        def has_left() -> bool:
+            return self._last_left >= number
+
+        own = self._hosted.settings
+        if settings.follow(own):
+            self.follow(settings)
+        else:
+            self.renew(settings, self._first_world)
+        self.regroup(World(0, 1), StateHandover(0, ()))
+        self._has_left = has_left
+        try:
+            self.restore(state, None)
+            answer = self.validate(request, share)
+        finally:
+            self._has_left = None
+            if not settings.follow(own):
+                self.renew(own, self._first_world)
+                self.warm_up()
+        return None if has_left() else answer
+
+    def leave_call(self, number: int) -> None:
+        """End this loan and all earlier ones. Called from a second thread."""
+        self._last_left = max(self._last_left, number)

@@ -1,0 +1,131 @@
+"""Copies of the state on a worker, kept until the driver has fetched them, and mid-call snapshots."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysgd.core.engine.shared.replica import Capture
+from raysgd.trainer.worker.ledger import Ledger
+
+_INLINE_BYTES = 65536  # a state up to this size is sent with the answer, because a separate call would cost more
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """A copy of the state, or of this rank's part of a divided state.
+
+    Attributes:
+        content: The copy.
+        num_bytes: Size of the copy.
+        is_part: True if the state is divided, so that every rank has a part.
+    """
+
+    content: Any
+    num_bytes: int
+    is_part: bool = False
+
+
+class StateCopies:
+    """Takes the copies of one worker, and keeps them until the driver has fetched them in another thread.
+
+    Also keeps this rank's parts of the two newest mid-call snapshots, by the number of steps before them.
+
+    Args:
+        every: Number of steps between copies of the state inside a training call; None for no copies.
+        ledger: Records the time that copies take.
+
+    Attributes:
+        every: The argument.
+        newest: Number of steps before the newest snapshot inside the running call; 0 if there is none.
+    """
+
+    def __init__(self, every: int | None, ledger: Ledger) -> None:
+        self.every, self._ledger = every, ledger
+        self._kept: dict[int, StateCopy] = {}  # by token
+        self._changing = threading.Lock()
+        self._claimed: int | None = None  # token that the driver will fetch
+        self._last_token = 0
+        self._parts: dict[int, Capture] = {}
+        self.newest = 0
+
+    def after_call(self, state: Any, rank: int, landed_token: int | None) -> Capture:
+        """Copy the state between two calls. The copy stays until the driver fetches it, perhaps to write a file.
+
+        Args:
+            state: A `ReplicaState`.
+            rank: Rank of this worker.
+            landed_token: Token of the last copy that the driver has. This and earlier copies are dropped. None before
+                the driver has any.
+        """
+        with self._ledger.copying():
+            with self._changing:
+                kept = self._kept.items()
+                self._kept = {each: copy for each, copy in kept if landed_token is None or each > landed_token}
+            part = self._with(state.copy_for_driver(rank), Capture(state.own()))
+            self._claimed = part.token or self._claimed
+            return part
+
+    def inside_call(self, state: Any, rank: int, progress: Any) -> Capture:
+        """Copy the state in the middle of a call. Replaces copies that the driver has not asked for.
+
+        Args:
+            state: A `ReplicaState`.
+            rank: Rank of this worker.
+            progress: Progress of the call.
+        """
+        with self._ledger.copying():
+            with self._changing:
+                self._kept = {each: copy for each, copy in self._kept.items() if each == self._claimed}
+            return self._with(state.copy_for_driver(rank), Capture(state.own(), progress=progress))
+
+    def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
+        """Return `part` with a small copy in it, or with the token of a large one."""
+        if copy is None:
+            return part
+        if copy.num_bytes <= _INLINE_BYTES and not copy.is_part:
+            return replace(part, shared_state=copy.content)
+        with self._changing:  # otherwise `fetch`, which replaces the dict, might drop it
+            self._last_token += 1
+            self._kept[self._last_token] = copy
+            return replace(part, token=self._last_token, is_part=copy.is_part)
+
+    def fetch(self, token: int) -> Any:
+        """Return the copy that `token` names, and drop earlier ones. The driver has received these."""
+        with self._changing:
+            self._kept = {each: copy for each, copy in self._kept.items() if each >= token}
+            self._claimed, copy = token, self._kept[token]
+        return copy.content
+
+    # ------------------------------------------------------------------------------------ mid-call snapshots
+
+    def is_due(self, num_steps: int) -> bool:
+        """Return True if a snapshot is due after `num_steps` steps of the running call."""
+        return self.every is not None and num_steps - self.newest >= self.every
+
+    def keep(self, num_steps: int, part: Capture) -> None:
+        """Keep a new part and the previous one. Drop older parts."""
+        self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
+        self._parts[num_steps] = part
+        self.newest = num_steps
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """Return the part of the snapshot after `number` steps, and keep its copy for the driver. None if dropped."""
+        part = self._parts.get(number)
+        if part is not None and part.token is not None:
+            with self._changing:
+                if part.token not in self._kept:
+                    return None
+                self._claimed = part.token
+        return part
+
+    def forget_call(self) -> None:
+        """Drop the mid-call snapshots, because another call or another group begins."""
+        self._parts, self.newest = {}, 0
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self.forget_call()
+        with self._changing:
+            self._kept = {}

@@ -1,0 +1,137 @@
+"""The state of a replica: the part that all ranks share, and each rank's own part. Reads, checks and replaces both."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.trainer.worker.data.feed import Feed
+from raysgd.trainer.worker.state.copies import StateCopy
+from raysgd.trainer.worker.state.state_checks import check_progress
+
+RESUME = "resume"  # key of the position in the data and the step counter, which only snapshots and files contain
+
+
+def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of complete passes over the train data in a state, and its number of steps."""
+    resume = state.get(RESUME) or {}
+    position = resume.get("position") or {}
+    is_mid_pass = bool(position.get("is_mid_pass") or position.get("is_unknown"))
+    return int(state["epoch"]) - is_mid_pass, int(resume.get("global_step") or 0)
+
+
+class ReplicaState(ABC):
+    """Reads and replaces the state of one replica."""
+
+    def __init__(self, operator: Any, feed: Feed) -> None:
+        self._operator = operator
+        self._feed = feed
+
+    @abstractmethod
+    def _parts(self) -> dict[str, Any]:
+        """Return the states of the registered objects."""
+
+    @abstractmethod
+    def _check_parts(self, state: Mapping[str, Any]) -> None:
+        """Check that the parts fit the registered objects; see `check`."""
+
+    @abstractmethod
+    def _apply_parts(self, state: Mapping[str, Any]) -> None:
+        """Load the parts of a state that was checked."""
+
+    @abstractmethod
+    def _more_progress(self) -> dict[str, Any]:
+        """Return more entries for `RESUME`."""
+
+    @abstractmethod
+    def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
+        """Load the entries of `_more_progress`."""
+
+    @abstractmethod
+    def copy_for_driver(self, rank: int) -> StateCopy | None:
+        """Copy this rank's part of the shared state for the driver.
+
+        Rank 0 copies all, and other ranks return None. If the state is divided, every rank copies its part.
+        """
+
+    @abstractmethod
+    def own(self) -> Any:
+        """Return this rank's own part of the state: its random states."""
+
+    @abstractmethod
+    def check_own(self, own: Any) -> None:
+        """Check that `own` fits as this rank's own state."""
+
+    @abstractmethod
+    def restore_own(self, own: Any) -> None:
+        """Load this rank's own state."""
+
+    def decoded(self, state: Any) -> Mapping[str, Any]:
+        """Return the state from which a copy was made."""
+        decoded: Mapping[str, Any] = state
+        return decoded
+
+    def restore(self, shared_state: Any, own_state: Any) -> None:
+        """Restore a snapshot or a checkpoint. If it does not fit, nothing is changed.
+
+        Args:
+            shared_state: A copy of the state, or the state itself if it was not sent. No reference to it is kept.
+            own_state: The random states of this rank; None to keep the current ones.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: A part does not fit the registered objects.
+        """
+        state = self.decoded(shared_state)
+        self.check(state)
+        if own_state is not None:
+            self.check_own(own_state)
+        self.apply(state)
+        if own_state is not None:
+            self.restore_own(own_state)
+
+    def read(self) -> dict[str, Any]:
+        """Return the live state."""
+        operator = self._operator
+        return {
+            "epoch": self._feed.epoch,
+            "operator": operator.state_dict(),
+            **self._parts(),
+            **operator._raysgd.callbacks.part_of_state(),
+            RESUME: {
+                "global_step": operator.global_step,
+                "position": self._feed.position(),
+                **self._more_progress(),
+            },
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that a state fits.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: A part does not fit the registered objects.
+        """
+        check_progress(state["epoch"], state.get(RESUME))
+        self._feed.check_position((state.get(RESUME) or {}).get("position"))
+        self._check_parts(state)
+        self._operator._raysgd.callbacks.check(state)
+        state["operator"]
+
+    def apply(self, state: Mapping[str, Any]) -> None:
+        """Load a state that was checked. No reference to it is kept.
+
+        If the operator's `load_state_dict` raises, registered objects are already replaced: `check` cannot know.
+        """
+        operator = self._operator
+        own_state = copy.deepcopy(state["operator"])  # first, because it may fail: nothing is replaced yet
+        self._apply_parts(state)
+        self._feed.epoch = int(state["epoch"])
+        operator.load_state_dict(own_state)
+        resume = state.get(RESUME) or {}
+        self._apply_more_progress(resume)
+        operator.global_step = resume.get("global_step", operator.global_step)
+        self._feed.go_to(int(state["epoch"]), resume.get("position"))
+        operator._raysgd.callbacks.apply(state, operator)

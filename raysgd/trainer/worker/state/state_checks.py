@@ -1,0 +1,86 @@
+"""Checks of the progress and the parts in a saved state, made before anything is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.core.arguments import is_integer
+
+_MAX_COUNT = 2**62
+
+
+def require(holds: bool, finding: str) -> None:
+    """Refuse a state unless a condition holds.
+
+    Raises:
+        ValueError: `holds` is False. The message contains `finding`.
+    """
+    if not holds:
+        raise ValueError(f"The state does not fit, nothing was loaded: {finding}.")
+
+
+def check_progress(epoch: Any, resume: Any) -> None:
+    """Check the epoch, the step counter and the position in the data.
+
+    Raises:
+        ValueError: One of them is invalid. The message says which.
+    """
+    check_count("epoch", epoch)
+    if resume is None:
+        return
+    require(isinstance(resume, Mapping), f"`resume` is a `{type(resume).__name__}`, not a dict")
+    check_count("global_step", resume.get("global_step", 0))
+    if resume.get("position") is not None:
+        _check_position(resume["position"])
+
+
+def _check_position(position: Any) -> None:
+    require(isinstance(position, Mapping), f"the position in the data is a `{type(position).__name__}`, not a dict")
+    check_count("pass_index", position.get("pass_index"))
+    if position.get("is_unknown"):
+        return
+    check_count("consumed", position.get("consumed"))
+    require(is_integer(position.get("seed")) and abs(position["seed"]) < 2**64, "the seed of the data is not a number")
+    require(is_integer(position.get("order", 0)), "the order of the data is not a number")
+    require(isinstance(position.get("is_mid_pass"), bool), "the position does not say if it is inside an epoch")
+    if "num_samples" in position:
+        check_count("num_samples", position["num_samples"])
+        require(position["consumed"] <= position["num_samples"], "the position is after the end of the data")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Check that a value is a whole number, 0 or more.
+
+    Raises:
+        ValueError: It is not.
+    """
+    found = value if is_integer(value) else f"a `{type(value).__name__}`"
+    require(is_integer(value) and 0 <= value < _MAX_COUNT, f"`{name}` is {found}, not a count")
+
+
+def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
+    """Check that a state has every part, with the right number of objects. The driver knows only these numbers.
+
+    Args:
+        state: The state.
+        counts: Number of registered objects, by the key of their part.
+        *others: More keys that the state must have.
+
+    Raises:
+        KeyError: A part is missing.
+        ValueError: A part has another number of objects.
+    """
+    missing = [key for key in ("epoch", *others, *counts) if key not in state]
+    if missing:
+        raise KeyError(f"The state has no {', '.join(map(repr, missing))}; it has {sorted(map(str, state))}.")
+    for key, count in counts.items():
+        if not isinstance(state[key], list | tuple):
+            raise ValueError(
+                f"The state's {key!r} is a `{type(state[key]).__name__}` instead of a list. Nothing was loaded."
+            )
+        if len(state[key]) != count:
+            raise ValueError(
+                f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was loaded; "
+                "load it with what saved it."
+            )

@@ -1,0 +1,210 @@
+"""The callbacks that run in one worker: when they are called, and their part of the worker's state."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from raysgd.callbacks.worker_callback import WorkerCallback, call_event, has_state, key_of
+from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, is_metric_object, weight_of
+from raysgd.trainer.worker.data.batch_streams import PlaceInStep
+
+CALLBACKS = "callbacks"
+"""Key of the callbacks' part of a state. A state without callbacks does not have it."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class InstalledCallbacks:
+    """The worker callbacks of one operator.
+
+    A state that no callback has claimed is kept for the next callback with the same `state_key`.
+
+    Attributes:
+        are_there: True if there is a callback.
+        wants_gradients: True if a callback is called before an optimizer steps.
+        wants_steps: True if a callback is called after an optimizer has stepped.
+    """
+
+    def __init__(self) -> None:
+        self._callbacks: list[WorkerCallback] = []
+        self.are_there = False
+        self._unclaimed: dict[str, Any] = {}
+        self._epoch: Any = None
+        self._operator: Any = None
+        self._listen([], [])
+
+    def _listen(self, on_gradients: list[WorkerCallback], on_steps: list[WorkerCallback]) -> None:
+        self._on_gradients, self._on_steps = on_gradients, on_steps
+        self.wants_gradients, self.wants_steps = bool(on_gradients), bool(on_steps)
+
+    def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
+        """Replace the callbacks by copies of `callbacks`."""
+        states = self.states()
+        self._callbacks = [copy.deepcopy(each) for each in callbacks]
+        self.are_there = bool(self._callbacks)
+        for each in self._callbacks:
+            call_event(each, "on_begin", operator)
+        self._claim(states)
+
+    # ---------------------------------------------------------------------------------------------- around a step
+
+    def begin_epoch(self, epoch: Any, operator: Any) -> None:
+        """Call `on_epoch_begin`, unless this worker called it for the epoch before a failure interrupted it."""
+        if epoch is not self._epoch:
+            self._epoch = epoch
+            for each in self._callbacks:
+                call_event(each, "on_epoch_begin", operator)
+
+    def begin_leg(self, operator: Any, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Tell callbacks that this worker trains in a new group, or in a new epoch. `describe` says where."""
+        for each in self._with("_on_leg"):
+            call_event(each, "_on_leg", operator, describe())
+
+    def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
+        """Return a function to call with the metrics of each batch; None if no callback needs them."""
+        watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
+        noting = self._with("_on_batch")
+
+        def after(metrics: Any) -> Any:
+            for each in noting:
+                call_event(each, "_on_batch", operator, metrics, step.batch.is_boundary)
+            if not watching:
+                return metrics
+            of_step = metrics
+            if window or not step.batch.is_boundary:
+                meters = window.pop() if window else operator._raysgd.new_meters()
+                of_step = _over_batches(meters, metrics, step.batch.is_boundary)
+                window.extend([] if step.batch.is_boundary else [meters])
+            return _after_step(watching, operator, metrics, of_step) if step.batch.is_boundary else metrics
+
+        return after if watching or noting else None
+
+    @contextmanager
+    def listening(self, operator: Any) -> Iterator[None]:
+        """Call callbacks around the steps of optimizers inside the context."""
+        self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
+        self._operator = operator
+        try:
+            yield
+        finally:
+            self._operator = None
+            self._listen([], [])
+
+    def gradients(self, optimizer: Any) -> None:
+        """Call `on_gradients` before an optimizer steps, when its gradients are complete."""
+        for each in self._on_gradients:
+            call_event(each, "on_gradients", self._operator, optimizer)
+
+    def note_norm(self, norm: Any) -> None:
+        """Tell callbacks the norm of the gradients of an optimizer, which clipping or a callback has computed."""
+        for each in self._with("_on_norm"):
+            call_event(each, "_on_norm", norm)
+
+    def stepped(self, optimizer: Any) -> None:
+        """Call `on_optimizer_step` after an optimizer has stepped."""
+        for each in self._on_steps:
+            call_event(each, "on_optimizer_step", self._operator, optimizer)
+
+    @property
+    def changed_by_steps(self) -> list[WorkerCallback]:
+        """The callbacks that are called when an optimizer steps."""
+        return [*self._on_gradients, *self._on_steps]
+
+    def end_epoch(self, operator: Any, returned: Any) -> Any:
+        """Call `on_epoch_end`. Return the metrics of `train_epoch` with what callbacks have added."""
+        self._epoch = None
+        watching = self._with("on_epoch_end")
+        if not watching or not isinstance(returned, Mapping):
+            return returned
+        metrics = returned if isinstance(returned, dict) else dict(returned)
+        for each in watching:
+            call_event(each, "on_epoch_end", operator, metrics)
+        return metrics
+
+    def _with(self, method: str) -> list[WorkerCallback]:
+        return [each for each in self._callbacks if getattr(type(each), method) is not getattr(WorkerCallback, method)]
+
+    def of_kind(self, kind: type) -> Any:
+        """Return the callback of exactly this class; None if there is none."""
+        return next((each for each in self._callbacks if type(each) is kind), None)
+
+    # ---------------------------------------------------------------------------------------------- their state
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of the callbacks by `state_key`, with states that no callback has claimed."""
+        return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
+
+    def state_of(self, key: str) -> Any:
+        """Return the state under one `state_key`; None if there is none."""
+        found = next((each for each in self._callbacks if key_of(each) == key), None)
+        return self._unclaimed.get(key) if found is None else call_event(found, "state_dict")
+
+    def part_of_state(self) -> dict[str, Any]:
+        """Return the callbacks' part of the replica's state; empty if there are no states."""
+        states = self.states()
+        return {CALLBACKS: states} if states else {}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check the form of the callbacks' part of a state.
+
+        Raises:
+            ValueError: The part is not a mapping.
+        """
+        if not isinstance(state.get(CALLBACKS, {}), Mapping):
+            raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
+
+    def apply(self, state: Mapping[str, Any], operator: Any) -> None:
+        """Load the callbacks' part of a state. A callback without a state in it begins again, as for a new model."""
+        without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
+        for each in without:
+            call_event(each, "on_begin", operator)
+        missing = [key_of(each) for each in without if has_state(each)]
+        if missing and self._unclaimed and operator._raysgd.world.rank == 0:
+            logger.warning(
+                "the state that was loaded has no part for the callback `%s`, which begins again; it has one for `%s`",
+                "`, `".join(missing),
+                "`, `".join(self._unclaimed),
+            )
+
+    def _claim(self, states: Mapping[str, Any]) -> list[WorkerCallback]:
+        """Load the state of each callback. Return the callbacks without one."""
+        self._unclaimed = {key: state for key, state in states.items() if state is not None}
+        for each in self._callbacks:
+            state = self._unclaimed.pop(key_of(each), None)
+            if state is not None:
+                call_event(each, "load_state_dict", state)
+        return [each for each in self._callbacks if key_of(each) not in states]
+
+
+def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any, of_step: Any) -> Any:
+    step = operator.global_step + 1
+    for each in callbacks:
+        more = call_event(each, "on_step_end", operator, step, of_step)
+        if more and isinstance(metrics, Mapping):
+            metrics, of_step = {**metrics, **more}, {**of_step, **more}
+    return metrics
+
+
+def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
+    """Add a batch to the meters of its step. After the last one, return the means of the step with their weights.
+
+    Metrics that cannot be averaged keep the value of this batch.
+    """
+    if not isinstance(metrics, Mapping):
+        return metrics
+    values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
+    of_step = {name: value for name, value in metrics.items() if name != BATCH_WEIGHT}
+    with suppress(TypeError, ValueError):
+        meters.hold(values, values.pop(NUM_SAMPLES, 1), is_strict=False)
+        if is_last:
+            meters.count_held()
+            summary = meters.summary()
+            of_step[NUM_SAMPLES] = meters.n
+            for name, (_, weight) in summary.totals.items():
+                of_step.update({name: summary[name], weight_of(name): weight})
+    return of_step

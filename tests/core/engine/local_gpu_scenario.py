@@ -1,0 +1,77 @@
+"""A driver that is a worker itself on a machine with two GPUs, told by a program with a Ray cluster of its own.
+
+The GPUs are Ray's word only: it hands out their ids whether or not there is any. One line of JSON says what was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from raysgd.core.engine.group import WorkerGroup
+from raysgd.core.engine.shared.group_spec import GroupSpec
+from raysgd.core.engine.shared.types import Resources
+from tests.helpers.fakes import CountingReplica, NullConnection
+from tests.helpers.ray_start import patient_ray
+
+
+class NotesGPUs(NullConnection):
+    """Remembers which GPUs it was told to use."""
+
+    def use_gpus(self, gpu_ids: Sequence[str]) -> None:
+        self.told = list(gpu_ids)
+
+
+def visible(replica: Any) -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def num_free_gpus_in_the_end() -> float:
+    """How many are free once Ray says that none is, or says otherwise for long."""
+    deadline = time.monotonic() + 60
+    while (found := float(ray.available_resources().get("GPU", 0.0))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def tell() -> dict[str, Any]:
+    connection = NotesGPUs()
+    spec = GroupSpec(connection, CountingReplica, Resources(1, 1), use_local=True, reservation_timeout_s=60)
+    group = WorkerGroup(spec, 2)
+    report = group.start()
+    assert report.ok, report
+    answers = group.on_replica(visible, {0: (), 1: ()}).values
+    seen = {
+        "driver": connection.told,
+        "remote": answers[1].value,
+        "driver's variable": answers[0].value,
+        "free during": num_free_gpus_in_the_end(),
+    }
+    group.stop(10.0)
+    return seen
+
+
+def main() -> None:
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    with patient_ray():
+        ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        first, second = tell(), tell()
+        alone = GroupSpec(NotesGPUs(), CountingReplica, Resources(1, 1), use_local=True)
+        group = WorkerGroup(alone, 1)
+        group.start()
+        seen = {"first": first, "second": second, "alone": getattr(alone.connection, "told", None)}
+        group.stop(1.0)
+    finally:
+        ray.shutdown()
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Which state and settings a spare validates, who validates where there is no spare, and how fast a call trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raysgd.core.engine.shared.types import Heartbeat
+from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
+from raysgd.exceptions import WorkersLostError
+from raysgd.trainer.configuration.settings import ReplicaSettings
+from raysgd.trainer.driver import calls
+from raysgd.trainer.driver.calls import EpochCalls
+from raysgd.trainer.messages.epochs import EpochAnswer
+
+ASKED: Any = None
+SHARING: Any = SimpleNamespace(forget=lambda: None)
+SETTINGS = ReplicaSettings(object, {"a": 1})
+
+
+class Lost:
+    """A state whose worker died before it had sent it."""
+
+    def result(self, timeout_s: float | None = None) -> Snapshot:
+        raise WorkersLostError("gone")
+
+
+class Calls(EpochCalls):
+    """Calls to a trainer that notes what its spare is to run, in one attempt after the other."""
+
+    def __init__(self, *answers: Any, has_spares: bool = True) -> None:
+        self.args: list[list[Any]] = []
+        self.answers = list(answers)
+        self.training: Any = SimpleNamespace(
+            lend_spare=lambda: "loan" if has_spares else None,
+            has_spares=has_spares,
+            facts=["facts of then"],
+            run_on_spare=self.run_on_spare,
+        )
+        unused: Any = None
+        runner_cls = SimpleNamespace(validate_on_loan="function")
+        super().__init__(runner_cls, self.training, unused, unused, use_local=False, name="mine")
+
+    def run_on_spare(self, loan: Any, function: Any, make_args: Any, on_wait: Any) -> Any:
+        assert (loan, function) == ("loan", "function")
+        self.args += [make_args() for _ in self.answers]
+        return self.answers[-1]
+
+    def requests(self, name: str, asked: Any, dataset: Any, worlds: Any, sharing: Any = None, facts: Any = None) -> Any:
+        return [(name, asked, dataset, len(worlds), sharing, facts)]
+
+    def validate(self, asked: Any, dataset: Any) -> list[Any]:
+        return ["of those that train"]
+
+    def begin(self, state: Any, dataset: Any = None) -> Any:
+        return self.begin_on_spare(ASKED, dataset, SETTINGS, SHARING, state)
+
+
+SMALL = NewestSnapshot(Snapshot("small", ()))
+
+
+def test_a_spare_is_given_settings_and_state_of_the_call_in_each_attempt() -> None:
+    made = Calls(None, "answer")
+    validate = made.begin(SMALL, "data")
+    made.training.facts = ["facts of now"]
+    assert validate(lambda: None) == ["answer"]
+    assert made.args == [[SETTINGS, "small", "validation", ASKED, "data", 1, SHARING, "facts of then"]] * 2
+
+
+def test_where_there_is_no_spare_the_workers_that_train_validate_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    validate = Calls(has_spares=False).begin(SMALL)
+    assert "there is no spare" in caplog.text
+    assert validate(lambda: None) == ["of those that train"]
+
+
+def test_a_state_that_was_lost_on_its_way_is_not_replaced_by_a_later_one() -> None:
+    made = Calls("answer")
+    with pytest.raises(WorkersLostError):
+        made.begin(Lost())(lambda: None)
+    assert made.args == []
+
+
+class Controller:
+    """Answers a call with what each rank has measured, after so many rejoins."""
+
+    def __init__(self, num_samples: list[int], used: int, num_continued: int = 0) -> None:
+        self.history = SimpleNamespace(events=[])
+        self._beats = [Heartbeat(num_samples=num) for num in num_samples]
+        self._used = used
+        self._num_rejoins = num_continued
+
+    def run(self, call: Any, max_retries: int) -> list[EpochAnswer]:
+        self.history.events += [SimpleNamespace(kind="continued")] * self._num_rejoins
+        return [EpochAnswer(None, None, 1, heartbeat=beat, num_used=self._used) for beat in self._beats]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: Iterator[float] = iter((10.0, 12.0))
+    monkeypatch.setattr(calls.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(calls, "Gauges", lambda name: SimpleNamespace(report=lambda *numbers: None))
+
+
+def after_a_call(controller: Any) -> EpochCalls:
+    unused: Any = None
+    found = EpochCalls(None, controller, unused, unused, use_local=False, name="mine")
+    assert found.samples_per_s is None
+    assert len(found._run_measured(None, max_retries=0)) == 2  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_samples_of_all_ranks_count() -> None:
+    assert after_a_call(Controller([30, 50], used=80)).samples_per_s == 40.0
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_call_without_samples_has_no_rate() -> None:
+    assert after_a_call(Controller([0, 0], used=0)).samples_per_s is None
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("used", "num_continued", "is_told"), [(100, 1, True), (80, 1, False), (100, 0, False)])
+def test_samples_whose_metrics_were_lost_are_named_in_the_log(
+    used: int, num_continued: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    after_a_call(Controller([30, 50], used, num_continued))
+    assert ("cover 80 of 100 samples" in caplog.text) is is_told
