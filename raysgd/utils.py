@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import Any, TypeVar
 
+from raysgd.core.config_keys import BATCH_SIZE
 from raysgd.core.numbers.meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
 from raysgd.core.numbers.timers import TimerCollection, TimerStat
 
@@ -31,8 +32,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Key of a trainer's config for the batch size of the whole group. The asterisk keeps it apart from keys of users.
-BATCH_SIZE = "*batch_size"
 # Key of a training batch's `batch_info`: True if the batch repeats samples, with weight 0, because only other workers
 # have samples left.
 IS_PADDING = "is_padding"

@@ -81,7 +81,7 @@ def install_command(extra: str, *options: str, package: str = "") -> str:
     It names these packages, so it works wherever raysgd came from. For sources that are not installed, it names the
     folder.
     """
-    folder = f"{Path(__file__).resolve().parents[1]}[{extra}]"
+    folder = f"{Path(__file__).resolve().parents[2]}[{extra}]"
     wanted = _named(package, extra) or _requirements("raysgd", extra) or [folder]
     return " ".join(["pip install", *options, *(f'"{each}"' for each in dict.fromkeys(wanted))])
 

@@ -3,8 +3,8 @@
 A new version of a project may remove any of them. So for each name there is a public alternative, a simpler way, or an
 error that names the version. `find_name` returns None if a name is gone; `require_names` raises. Documented names are
 not listed, even if they look private, such as `sys._current_frames`, `os._exit`, and `_fields` of a named tuple.
-`raysgd doctor` lists the names that the installed versions lack. `tests/core/test_private_names.py` checks that the table is
-complete, and takes away each name that raysgd reads.
+`raysgd doctor` lists the names that the installed versions lack. `tests/core/test_private_names.py` checks that the
+table is complete, and takes away each name that raysgd reads.
 """
 
 from __future__ import annotations

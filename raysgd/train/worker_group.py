@@ -17,13 +17,13 @@ from raysgd.core.engine.policies import classify, num_fitting
 from raysgd.core.engine.shared.connection import NoConnection
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport, Resources
+from raysgd.core.worker_errors import worker_error
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     OnFailure,
     TrainBackendError,
     TrainingWorkerError,
     WorkersLostError,
-    worker_error,
 )
 from raysgd.train._worker.function_replica import FunctionReplica, describe_process
 

@@ -1,1 +1,1 @@
-"""What the class-based trainers of both frameworks share: the driver's half, the worker's half, and what they exchange."""
+"""What the class-based trainers of both frameworks share, in the driver and in the workers."""

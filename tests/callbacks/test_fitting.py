@@ -1,6 +1,7 @@
 """`fit`, `test` and `history` of a trainer with one worker in this process.
 
-Covers `raysgd.trainer.driver.fit_loop` and `raysgd.trainer.driver.trainer`; `raysgd.core.history.history` only passes on.
+Covers `raysgd.trainer.driver.fit_loop` and `raysgd.trainer.driver.trainer`; `raysgd.core.history.history` only passes
+on.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import GroupReport, Resources, World
-from raysgd.exceptions import worker_error
+from raysgd.core.worker_errors import worker_error
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("patient")]

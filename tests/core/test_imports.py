@@ -111,7 +111,7 @@ def test_the_command_names_what_an_extra_takes_from_other_extras() -> None:
 
 def test_sources_that_are_not_installed_are_named_by_their_folder(tmp_path: Path) -> None:
     """As with `PYTHONPATH`: without the packages of the environment, in a folder where there is no raysgd."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     (tmp_path / "raysgd").symlink_to(root / "raysgd")  # beside the sources may be what an installation left
     code = "from raysgd.core.imports import require; require('no_such_package', extra='tune')"
     done = subprocess.run(

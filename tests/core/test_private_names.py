@@ -48,7 +48,7 @@ from raysgd.train.fit import fit_session
 from tests.helpers.fakes import meeting
 from tests.helpers.run_if import RunIf
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 DOCUMENTED = {"_fields", "_replace", "_asdict", "_exit", "_current_frames", "_repr_html_"}
 """Names that the documentation of Python and IPython has."""
@@ -58,7 +58,7 @@ GIVEN = {"_is_of_raysgd", "_is_global", "_goes_through_scaler", "_train", "__exe
 """Names that raysgd gives to functions of others, and that others give to classes of raysgd."""
 KEYS = {"_timestamp", "_time_this_iter_s", "_group_", "_ray_additional_checkpoint_files"}
 """Keys and files that Ray writes, and has written."""
-APART = r"raysgd\.(_private_names|compat|testing|_reading\.former_pickles|(air|train)\.constants)\b.*"
+APART = r"raysgd\.(core\.private_names|compat|testing|core\.reading\.former_pickles|(air|train)\.constants)\b.*"
 """Modules for files and programs from before raysgd, and for what only raysgd has."""
 
 
@@ -112,8 +112,9 @@ def imported_by(module: str) -> frozenset[str]:
 
 def known_to(module: str) -> set[str]:
     """The private names of raysgd that a module may mean: of its package, and of what it imports."""
-    package = module.split(".")[:2]
-    seen = [each for each in modules() if each.split(".")[:2] == package or each in imported_by(module)]
+    depth = 3 if module.startswith(("raysgd.core.", "raysgd.trainer.")) else 2
+    package = module.split(".")[:depth]
+    seen = [each for each in modules() if each.split(".")[:depth] == package or each in imported_by(module)]
     parts = (part for each in (module, *imported_by(module)) if is_ours(each) for part in each.split("."))
     return {*parts, *(name for each in seen for name in defined_in(each))}
 

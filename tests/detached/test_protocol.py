@@ -11,6 +11,7 @@ import pytest
 
 from raysgd import TFTrainer, TorchTrainer
 from raysgd.core.engine.shared.faults import describe_fault
+from raysgd.core.worker_errors import worker_error
 from raysgd.detached.handle import DetachedTrainer
 from raysgd.detached.protocol import (
     BESIDE,
@@ -22,7 +23,7 @@ from raysgd.detached.protocol import (
     unpacked_answer,
     unpacked_arguments,
 )
-from raysgd.exceptions import CallbackError, UnpicklableError, worker_error
+from raysgd.exceptions import CallbackError, UnpicklableError
 from raysgd.train import Trainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 

@@ -20,55 +20,41 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 STANDS_ON = {
-    "_imports": "",
-    "_private_names": "",
-    "_state": "",
-    "_text": "",
-    "_numbers": "_text",
-    "_synonyms": "",
     "_version": "",
-    "_files": "_text",
-    "exceptions": "_text",
-    "horovod": "_imports",
-    "utils": "_numbers",
-    "_arguments": "_synonyms exceptions",
-    "_reading": "exceptions",
-    "compat": "_files _imports",
-    "engine": "_imports _private_names _text exceptions",
-    "storage": "_files _imports _text exceptions",
-    "streams": "_arguments _imports _numbers exceptions storage",
-    "writers": "_files _imports _numbers _text exceptions",
-    "air": "_arguments _imports _numbers _private_names _text engine exceptions storage writers",
-    "arrays": "_arguments engine utils",
-    "connections": "engine exceptions",
-    "history": "_arguments _imports _numbers _text engine",
-    "testing": "engine exceptions storage",
-    "callbacks": "_arguments _files _imports _numbers _synonyms _text _version air engine exceptions history storage "
-    "writers",
-    "journal": "_numbers _text _version callbacks engine",
-    "messages": "_arguments _numbers _text arrays engine exceptions utils",
-    "detached": "_arguments _files _private_names _text _version engine exceptions storage",
-    "driver": "_arguments _files _imports _numbers _text arrays callbacks engine exceptions history journal messages "
-    "storage utils",
-    "worker": "_arguments _numbers _text arrays callbacks engine exceptions messages",
-    "tf": "_arguments _imports _numbers _private_names _reading _state arrays compat connections detached driver "
-    "engine exceptions history messages storage streams utils worker",
-    "torch": "_arguments _files _imports _numbers _private_names _reading _state _text arrays callbacks compat "
-    "connections detached driver engine exceptions history messages storage streams utils worker",
-    "replay": "_imports arrays history journal messages streams torch",
-    "cli": "_imports _private_names _text _version air callbacks compat detached engine history replay storage torch "
-    "utils writers",
-    "operators": "_imports _synonyms streams torch utils",
-    "train": "_arguments _files _imports _numbers _state _synonyms _text air arrays callbacks compat connections "
-    "detached driver engine exceptions messages storage streams tf torch utils writers",
-    "util": "_arguments _imports tf torch",
+    "exceptions": "",
+    "core": "exceptions",
+    "compat": "core",
+    "horovod": "core",
+    "utils": "core",
+    "storage": "core exceptions",
+    "air": "core exceptions storage",
+    "detached": "_version core exceptions storage",
+    "streams": "core exceptions storage",
+    "testing": "core exceptions storage",
+    "callbacks": "_version air core exceptions storage",
+    "journal": "_version callbacks core",
+    "trainer": "callbacks core exceptions journal storage",
+    "tf": "compat core detached exceptions storage streams trainer utils",
+    "torch": "callbacks compat core detached exceptions storage streams trainer utils",
+    "replay": "core journal streams torch trainer",
+    "cli": "_version air callbacks compat core detached replay storage torch utils",
+    "operators": "core streams torch utils",
+    "train": "air callbacks compat core detached exceptions storage streams tf torch trainer utils",
+    "util": "core tf torch",
     "__main__": "cli",
-    "data": "_arguments _imports arrays streams tf torch util",
-    "tune": "_arguments _imports _numbers _text air callbacks driver storage torch train",
-    "v2": "_imports exceptions train",
+    "data": "core streams tf torch util",
+    "tune": "air callbacks core storage torch train trainer",
+    "v2": "core exceptions train",
 }
 """The parts of the package, the lowest first, each with the parts that it imports from: all of them stand before it."""
 INSIDE = {
+    "core": (
+        "config_keys imports private_names state synonyms text",
+        "arguments files numbers reading worker_errors",
+        "engine writers",
+        "arrays connections history",
+    ),
+    "core.connections": ("_compiler _origins mesh", "_gloo group horovod", "tensorflow torch"),
     "air": (
         "_contents constants reports",
         "checkpoint config trial",
@@ -84,8 +70,7 @@ INSIDE = {
         "early_stopping",
         "checkpointing",
     ),
-    "connections": ("_compiler _origins mesh", "_gloo group horovod", "tensorflow torch"),
-    "engine": (
+    "core.engine": (
         "call_lines program_end shared",
         "keeper liveness policies ranks",
         "placement",
@@ -142,7 +127,8 @@ INSIDE = {
         "_tune data_parallel_trainer",
         "examples",
     ),
-    "worker": (
+    "trainer": ("configuration", "messages", "driver worker"),
+    "trainer.worker": (
         "data ledger",
         "state worker_callbacks",
         "hosted operator",
@@ -163,7 +149,8 @@ MADE_LATE = {
 """The only arrows up: a method of a class makes an object of one of its subclasses, or a class that wraps it."""
 
 NO_FRAMEWORK = (
-    "_arguments _files _imports _numbers _reading _text arrays driver engine history messages storage worker writers"
+    "core/arguments core/arrays core/engine core/files core/history core/imports core/numbers core/reading core/text "
+    "core/worker_errors core/writers storage trainer"
 )
 ENGINE_MODULES_WITH_RAY = {
     "call_lines",
@@ -280,11 +267,10 @@ def part_of(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
-def inner_part_of(name: str) -> str:
-    """Return where a module stands inside its part: `parallel` for `raysgd.torch.parallel.ddp`."""
-    path = (ROOT / name.replace(".", "/")).is_dir()
-    parts = name.split(".")[2:]
-    return "/".join(parts if path or len(parts) < 2 else parts[:-1])
+def place_in(part: str, name: str) -> str:
+    """Return where a module stands inside a part: `parallel` for `torch` and `raysgd.torch.parallel.ddp`; else ""."""
+    rest = name.removeprefix(f"raysgd.{part}.")
+    return "" if rest == name else rest.split(".")[0]
 
 
 def layer_of(place: str, layers: Sequence[str]) -> int:
@@ -313,11 +299,17 @@ def test_the_table_has_every_part_above_those_that_it_imports_from() -> None:
     layers: dict[str, int] = {}
     for part, below in STANDS_ON.items():
         layers[part] = 1 + max((layers[each] for each in below.split()), default=0)  # which are in it by now
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("| layer | parts |")[2]
-    rows = re.findall(r"^\| (\d+) \| (.+?) \|", page.partition("\n\n")[0], flags=re.MULTILINE)
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    groups = re.findall(
+        r"^(?:\w+ {3,}.*|          (.+))$", page.partition("```text\n")[2].partition("```")[0], re.MULTILINE
+    )
+    inside = [*INSIDE["trainer"], *INSIDE["core"], *STANDS_ON]
+    listed = {*" ".join(inside).split()} - {"__main__", "_version", "core", "exceptions", "trainer"} | {"exceptions"}
+    assert sorted(" ".join(groups).split()) == sorted(listed)
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", page.partition("| layer | parts |")[2], flags=re.MULTILINE)
     assert {part: int(layer) for layer, named in rows for part in re.findall(r"`(\w+)`", named)} == layers
     for part, inside in INSIDE.items():
-        found = {inner_part_of(name) for name, _ in modules_of("raysgd") if part_of(name) == part} - {""}
+        found = {place_in(part, name) for name, _ in modules_of("raysgd")} - {""}
         assert sorted(" ".join(inside).split()) == sorted(found)
 
 
@@ -333,13 +325,12 @@ def test_parts_import_from_those_that_the_table_says_and_no_others() -> None:
 def test_imports_lead_to_lower_layers_inside_the_large_parts() -> None:
     assert [
         str(found)
+        for part, layers in INSIDE.items()
         for found, module in arrows()
         if not found.for_types
-        and (layers := INSIDE.get(part_of(module))) is not None
-        and part_of(found.importer) == part_of(module)
         and (found.importer, module) not in MADE_LATE
-        and (here := inner_part_of(found.importer))
-        and (there := inner_part_of(module))
+        and (here := place_in(part, found.importer))
+        and (there := place_in(part, module))
         and here != there
         and layer_of(here, layers) <= layer_of(there, layers)
     ] == []
@@ -358,7 +349,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_the_top_of_the_package_loads_only_the_lowest_layer() -> None:
     found = [found for found in imports_of("raysgd") if found.importer == "raysgd" and not found.in_function]
-    lowest = [f"raysgd.{part}" for part, below in STANDS_ON.items() if not below]
+    lowest = ["raysgd._version", *(f"raysgd.core.{part}" for part in INSIDE["core"][0].split())]
     assert (
         words(each for each in found if each.is_of("raysgd", "ray", "numpy", *FRAMEWORKS) and not each.is_of(*lowest))
         == []

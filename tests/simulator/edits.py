@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType
 
 PACKAGE = "raysgd.core.engine"
-FOLDER = Path(__file__).resolve().parents[2] / "raysgd" / "engine"
+FOLDER = Path(__file__).resolve().parents[2] / "raysgd" / "core" / "engine"
 
 KINDS = ("comparison", "condition", "and, or", "constant", "order", "removed", "left early")
 """What is edited: see `_OF`."""

@@ -52,7 +52,7 @@ MOST_BYTES = 3 * 2**30
 FOREIGN = ("numpy", "ray", "torch", "pytest")
 """What is imported once and for all: it knows nothing of the engine."""
 
-UNIT_TESTS = FOLDER.parents[1] / "tests" / "engine"
+UNIT_TESTS = FOLDER.parents[2] / "tests" / "core" / "engine"
 OPTIONS = ("-m", "not integration and not soak and not gpu and not program", "-x", "-q", "-n", "0")
 QUIETLY = ("-p", "no:cacheprovider", "-W", "ignore")
 

@@ -1,6 +1,7 @@
 """The trainer's arguments, and everything it does that needs no more than one worker in this process.
 
-Covers `raysgd.torch.driver.arguments` and `raysgd.trainer.driver.trainer`: what counts is what a user of the trainer is told.
+Covers `raysgd.torch.driver.arguments` and `raysgd.trainer.driver.trainer`: what counts is what a user of the trainer is
+told.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files of whoever: none runs code, becomes much larger than it is, or changes a trainer that refuses it.
 
-Covers `raysgd.core.reading.former_pickles` and `raysgd.core.reading.strict_reading`: whole files show what parts of them do
-not. That good files are read as they were written is shown by `test_checkpoint_file.py`.
+Covers `raysgd.core.reading.former_pickles` and `raysgd.core.reading.strict_reading`: whole files show what parts of
+them do not. That good files are read as they were written is shown by `test_checkpoint_file.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from raysgd.core.arguments import check_count
 from raysgd.core.arrays.arrays import Arrays, is_frame, is_of_arrays
-from raysgd.core.arrays.ray_batches import PLAIN_BATCH_SIZE, ray_batches
-from raysgd.utils import BATCH_SIZE
+from raysgd.core.arrays.ray_batches import ray_batches
+from raysgd.core.config_keys import BATCH_SIZE, PLAIN_BATCH_SIZE
 
 Kind = Literal["ray", "shards", "rows", "batches", "creator"]
 

@@ -15,11 +15,8 @@ import numpy as np
 
 from raysgd.core.arguments import check_count
 from raysgd.core.arrays.ray_data import is_of_ray, with_own_options
+from raysgd.core.config_keys import BATCH_SIZE, PLAIN_BATCH_SIZE
 from raysgd.core.engine.shared.types import World
-from raysgd.utils import BATCH_SIZE
-
-PLAIN_BATCH_SIZE = "batch_size"
-"""Key of the config for the batch size of one worker, an alternative to `BATCH_SIZE`."""
 
 Columns = str | Sequence[str] | None
 

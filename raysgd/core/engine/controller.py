@@ -31,15 +31,8 @@ from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, copy_call
 from raysgd.core.engine.startup import Loan
 from raysgd.core.engine.status import TrainerStatus, compose
 from raysgd.core.engine.transfers import DividedValue
-from raysgd.exceptions import (
-    OnFailure,
-    RanksDifferError,
-    RaySGDError,
-    UnpicklableError,
-    WorkerError,
-    WorkersLostError,
-    worker_error,
-)
+from raysgd.core.worker_errors import worker_error
+from raysgd.exceptions import OnFailure, RanksDifferError, RaySGDError, UnpicklableError, WorkerError, WorkersLostError
 
 logger = logging.getLogger(__name__)
 

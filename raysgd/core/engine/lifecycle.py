@@ -33,7 +33,8 @@ from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import ClusterView, GroupReport
 from raysgd.core.engine.snapshots import Snapshots
 from raysgd.core.engine.startup import Replacements
-from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError, WorkersLostError, worker_error
+from raysgd.core.worker_errors import worker_error
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdownError, WorkersLostError
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,8 @@ from raysgd.core.engine.shared.types import GroupReport, ReplicaProgress, StateH
 from raysgd.core.engine.startup import StandbyWorker
 from raysgd.core.engine.transfers import DividedValue, LostPartError
 from raysgd.core.text.log_lines import named
-from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsError, WorkersLostError, worker_error
+from raysgd.core.worker_errors import worker_error
+from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsError, WorkersLostError
 
 logger = logging.getLogger(__name__)
 

@@ -126,6 +126,7 @@ class ObjectMeter:
 
 
 def is_metric_object(kind: type) -> bool:
+    """Return True for a class of metric objects: they add themselves up."""
     return hasattr(kind, "merge_state") and hasattr(kind, "compute")
 
 
@@ -232,10 +233,12 @@ class NumberMeter:
 
 
 def is_tensor(kind: type) -> bool:
+    """Return True for a class of tensors."""
     return hasattr(kind, "detach")
 
 
 def float_each(tensors: list[Any]) -> list[float]:
+    """Return the values of tensors with one element each."""
     return [float(tensor) for tensor in tensors]
 
 

@@ -9,13 +9,14 @@ import linecache
 import os
 import re
 import sysconfig
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 TRACEBACK_VARIABLE = "RAYSGD_TRACEBACK"
 
 _PLACE_WITHOUT_CODE = re.compile(r"([^\n]+):(\d+) in [\w<>.]+")
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = str(Path(__file__).absolute().parents[2]) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _MADE_BY_TENSORFLOW = f"{os.sep}__autograph_generated_file"  # generated from a function of the user
 _FOLDERS_OF_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

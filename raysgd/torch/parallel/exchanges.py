@@ -7,8 +7,8 @@ Every exchange of gradients by `DistributedDataParallel` or Horovod reports how 
 that is known, it counts only if the connections are still open. If a rank was lost *after* the step's exchanges, the
 step is valid, because it has the gradients of all ranks.
 
-With its last gradients, a step also exchanges rows: what each rank has measured, see `raysgd.trainer.worker.data.rank_rows`.
-Rows are sent over the mesh of the ranks, which exists with gloo only.
+With its last gradients, a step also exchanges rows: what each rank has measured, see
+`raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh of the ranks, which exists with gloo only.
 """
 
 from __future__ import annotations

@@ -23,14 +23,8 @@ from raysgd.air.trial import TrialFolder
 from raysgd.core.engine.placement import Reservation, ensure_ray
 from raysgd.core.engine.policies import Decision, Diagnosis, FailurePolicy, RetryBudget, words
 from raysgd.core.engine.shared.types import Resources
-from raysgd.exceptions import (
-    StorageError,
-    WorkerError,
-    WorkersLostError,
-    failure_logged,
-    training_failed_error,
-    worker_error,
-)
+from raysgd.core.worker_errors import training_failed_error, worker_error
+from raysgd.exceptions import StorageError, WorkerError, WorkersLostError, failure_logged
 from raysgd.train import executor
 from raysgd.train._function_run import FunctionRun
 from raysgd.train.backend import BackendConfig

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.core.arguments import check_count, check_switch, is_integer, refuse_text, with_entries
+from raysgd.core.config_keys import BATCH_SIZE
 from raysgd.trainer.configuration.batching import check_global_size, config_for_worker, split_batch_size
-from raysgd.utils import BATCH_SIZE
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd.core.arguments import check_count, with_entries
-from raysgd.utils import BATCH_SIZE
+from raysgd.core.config_keys import BATCH_SIZE
 
 _PLAIN = "Pass a plain `int`."
 

@@ -11,12 +11,12 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 from raysgd.core import arguments as checks
+from raysgd.core.config_keys import BATCH_SIZE
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import InvalidCountError
 from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
-from raysgd.utils import BATCH_SIZE
 
 SettingsT = TypeVar("SettingsT", bound="ReplicaSettings")
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from raysgd.core.arrays import trees
-from raysgd.core.arrays.ray_batches import PLAIN_BATCH_SIZE
+from raysgd.core.config_keys import BATCH_SIZE, PLAIN_BATCH_SIZE
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
@@ -24,7 +24,6 @@ from raysgd.trainer.driver.calls import ProgressListeners
 from raysgd.trainer.driver.sharing import placed_once
 from raysgd.trainer.messages.prediction import PredictRequest
 from raysgd.trainer.messages.prediction_data import DEFAULT_BATCH_SIZE, PredictionSource
-from raysgd.utils import BATCH_SIZE
 
 _SHORT_S, _LONG_S = 0.25, 1.0
 _MOST_BYTES = 64 * 2**20

@@ -29,6 +29,7 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core import arguments as checks
 from raysgd.core.arrays.containers import Container
 from raysgd.core.arrays.data_kinds import CallData
+from raysgd.core.config_keys import BATCH_SIZE
 from raysgd.core.engine.background_calls import BackgroundCalls
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.keeper import Keeper
@@ -61,7 +62,6 @@ from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.trainer.messages.prediction_data import BatchRequest, PredictionSource
-from raysgd.utils import BATCH_SIZE
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -691,7 +691,6 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             epoch_obstacle=lambda: self._facts.epoch_obstacle,
             save_snapshot=self._save_snapshot,
             place_in=self._place_in,
-            settings=lambda: self._settings,
             kept=kept,
         )
         fit = Fit(port, options)

@@ -24,7 +24,7 @@ from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.policies import classify
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.types import GroupReport, Resources
-from raysgd.exceptions import worker_error
+from raysgd.core.worker_errors import worker_error
 from tests.helpers.failure_plan import FailurePlan
 from tests.helpers.fakes import CountingReplica, NullConnection, add, read
 from tests.helpers.processes import is_alive, wait_until

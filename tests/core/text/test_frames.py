@@ -21,7 +21,7 @@ PACKAGE = Path(raysgd.__file__).parent
     [
         (torch.nn.modules.linear.__file__, True, "torch/nn/modules/linear.py"),
         (json.__file__, True, "json/__init__.py"),
-        (str(PACKAGE / "worker" / "operator.py"), True, "raysgd/trainer/worker/operator.py"),
+        (str(PACKAGE / "trainer" / "worker" / "operator.py"), True, "raysgd/trainer/worker/operator.py"),
         (__file__, False, __file__),
         ("/home/me/raysgd/train.py", False, "/home/me/raysgd/train.py"),
     ],

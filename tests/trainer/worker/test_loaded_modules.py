@@ -11,7 +11,7 @@ import pytest
 
 from tests.repository.test_layers import DRIVER
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import json, sys
 import ray, torch

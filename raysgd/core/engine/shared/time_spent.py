@@ -1,7 +1,7 @@
 """The time of each rank, divided into named bins that add up to the time that passed. Pure functions and values.
 
-Workers measure (`raysgd/trainer/worker/ledger.py`), and the driver adds up (`raysgd/core/history/accounts.py`). ADR 97 explains the
-bins.
+Workers measure (`raysgd/trainer/worker/ledger.py`), and the driver adds up (`raysgd/core/history/accounts.py`). ADR 97
+explains the bins.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ import pytest
 from raysgd.core.arguments import check_num_workers
 from raysgd.core.engine.shared.faults import describe_fault
 from raysgd.core.engine.shared.tracebacks import hide_library_frames, hides_library_frames
-from raysgd.exceptions import TrainerLostError, worker_error
+from raysgd.core.worker_errors import worker_error
+from raysgd.exceptions import TrainerLostError
 
 
 def raising(error: BaseException) -> Callable[[], Any]:

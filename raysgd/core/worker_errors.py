@@ -1,0 +1,137 @@
+"""Makes the exception that a caller gets from faults of workers. It also has the class that user code raised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raysgd.core.text.frames import shows_all_frames, with_code
+from raysgd.core.text.log_lines import named
+from raysgd.exceptions import TrainingFailedError, WorkerError, WorkerFault, made_from_parts, slots_of
+
+_MOST_NODES = 8
+_MOST_FAULTS = 3
+_PUBLIC_MODULE = WorkerError.__module__
+
+
+class _DescribedError(WorkerError):
+    """A `WorkerError` with faults, whose text describes them."""
+
+    def __str__(self) -> str:
+        return describe_faults(self.faults, self.aftermath)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return worker_error, (self.faults, self.aftermath)
+
+
+class _DescribedFailure(TrainingFailedError):
+    """A `TrainingFailedError` whose text is that of its cause, and how to continue."""
+
+    def __str__(self) -> str:
+        return f"{self.failure}\n\n{self.advice}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return training_failed_error, (self.failure, self.advice)
+
+
+for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, TrainingFailedError)):
+    # Users see the name of the public class.
+    _described.__name__, _described.__qualname__, _described.__module__ = (
+        _public.__name__,
+        _public.__qualname__,
+        _PUBLIC_MODULE,
+    )
+
+
+def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
+    """Return the exception for `faults`: a `WorkerError` that also has the class of the first fault.
+
+    It replaces the original. It keeps the original's cause, and its live frames if the worker is this process.
+    """
+    original = faults[0].error
+    error = _as_both(original) if original is not None else _DescribedError(faults[0].message)
+    error.faults, error.aftermath = tuple(faults), aftermath
+    error.__suppress_context__ = True
+    if original is not None:
+        error.__cause__, error.__context__ = original.__cause__, original.__context__
+        error.__suppress_context__ = original.__suppress_context__ or original.__context__ is None
+        error.__traceback__ = original.__traceback__
+    return error
+
+
+def _as_both(original: BaseException) -> WorkerError:
+    """Return an exception of both classes with the original's arguments and attributes; if impossible, a plain one."""
+    error = _joined(_DescribedError, original)
+    assert isinstance(error, WorkerError)
+    return error
+
+
+def _joined(own: type[Exception], original: BaseException, also: type[Exception] | None = None) -> BaseException:
+    try:
+        both = _class_of_both(own, type(original), also)
+        return made_from_parts(both, original.args, original.__dict__, tuple(slots_of(original)))
+    except Exception:  # the class cannot be subclassed or made this way; the original is still the cause
+        return own(str(original))
+
+
+def _class_of_both(
+    own: type[Exception], user_class: type[BaseException], also: type[Exception] | None = None
+) -> type[BaseException]:
+    if issubclass(user_class, own):  # raised in a worker that itself has workers
+        return user_class
+    if not issubclass(user_class, Exception):  # `SystemExit` and the like must not end the driver
+        user_class = RuntimeError
+    bases = (own, user_class) if also is None or issubclass(user_class, also) else (own, user_class, also)
+    return type(f"{own.__name__}({user_class.__name__})", bases, {"__module__": _PUBLIC_MODULE})
+
+
+def training_failed_error(
+    failure: Exception, advice: str = "", also: type[Exception] | None = None
+) -> TrainingFailedError:
+    """Return the exception for a failed run: a `TrainingFailedError` that also has the class of its cause.
+
+    Args:
+        failure: What ended the run. If it is a `WorkerError`, the user's exception is the cause.
+        advice: How to continue.
+        also: Another class under which programs catch it.
+    """
+    original = failure.faults[0].error if isinstance(failure, WorkerError) and failure.faults else None
+    cause = failure if original is None else original
+    error = _joined(_DescribedFailure, cause, also)
+    assert isinstance(error, TrainingFailedError)
+    error.failure, error.advice = failure, advice
+    error.__cause__ = cause
+    return error
+
+
+def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
+    """Describe the faults of one call: each distinct one once with its ranks, the user's own line first."""
+    groups: dict[tuple[str, str, str], list[WorkerFault]] = {}
+    for fault in faults:
+        groups.setdefault((fault.type_name, fault.message, fault.location), []).append(fault)
+    lines: list[str] = []
+    for first, *others in [*groups.values()][:_MOST_FAULTS]:
+        who, where = _who_and_where([first, *others])
+        more: list[str] = []
+        if first is faults[0]:
+            more = [*(f"called from {with_code(caller)}" for caller in first.callers), *first.causes]
+        lines.append(": ".join(filter(None, (first.type_name, first.message.rstrip()))))
+        lines += [f"  {line}" for line in (f"raised at {with_code(first.location)}", f"on {who}, node {where}", *more)]
+    untold = [fault for members in [*groups.values()][_MOST_FAULTS:] for fault in members]
+    if untold:
+        who, _ = _who_and_where(untold)
+        lines.append(f"Other errors on {who}: see `error.faults`.")
+    if aftermath:
+        lines.append(aftermath)
+    if shows_all_frames() and faults[0].traceback_text:
+        lines += ["", f"Traceback of rank {faults[0].rank}:", faults[0].traceback_text.rstrip()]
+    return "\n".join(lines)
+
+
+def _who_and_where(faults: list[WorkerFault]) -> tuple[str, str]:
+    return named([fault.rank for fault in faults]), _nodes([fault.node for fault in faults])
+
+
+def _nodes(nodes: list[str]) -> str:
+    distinct = list(dict.fromkeys(nodes))
+    shown = ", ".join(distinct[:_MOST_NODES])
+    return shown if len(distinct) <= _MOST_NODES else f"{shown} and {len(distinct) - _MOST_NODES} others"
