@@ -1,8 +1,9 @@
 """Jumps: the steps at which a loss left its range. A pure function of the losses.
 
-A step jumps if its loss is not finite, or if it lies far above the losses of the last steps: farther above their median
-than twice the farthest of them, and than eight of their usual distances (by the median, so a few outliers do not count).
-Distances are those of logarithms, so a loss that falls from 5 to 0.05 has the same range all the time.
+A step jumps if its loss is not finite, or if it lies far above the losses of the last steps: farther above their
+median than twice the farthest of them, than eight times their usual distance from it, and than 10 %. The usual distance
+is a median, too, so a few outliers do not count. Distances are those of logarithms, so a loss that falls from 5 to 0.05
+has the same range all the time.
 
 Steps that jump do not enter the range. If they come close together, they are one jump, which begins with the first. If
 the loss stays where it is, it has a new range after some time.

@@ -153,7 +153,7 @@ def batch_options_for(leg: Leg) -> BatchOptions:
     if window > 1:
         raise ValueError(
             f"the run had {num_workers} workers with `accumulate_grad_batches={window}` and without "
-            "`split_batches=True`: one process cannot take these steps. Train with `split_batches=True` to replay a run."
+            "`split_batches=True`, with which one process could take these steps."
         )
     return BatchOptions(deterministic=True, num_shards=num_workers)
 

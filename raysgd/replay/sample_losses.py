@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,10 @@ def one_by_one(data: Any, samples: StepSamples) -> Iterator[list[tuple[Any, Call
     """Yield for each rank its samples, each with a function that makes a batch of it alone."""
     for rank, own in enumerate(samples.by_rank):
         if isinstance(data, ShardedLoader):
-            yield [(sample, lambda sample=sample: batch_of(data, [sample])) for sample in own]
+            yield [(sample, partial(batch_of, data, [sample])) for sample in own]
         else:
             rows = samples.rows[rank]
-            yield [(sample, lambda row=row: _collated(data, [row])) for sample, row in zip(own, rows, strict=True)]
+            yield [(sample, partial(_collated, data, [row])) for sample, row in zip(own, rows, strict=True)]
 
 
 def batch_of(data: ShardedLoader, indices: list[Any]) -> Any:

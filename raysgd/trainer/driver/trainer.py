@@ -691,6 +691,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             epoch_obstacle=lambda: self._facts.epoch_obstacle,
             save_snapshot=self._save_snapshot,
             place_in=self._place_in,
+            settings=lambda: self._settings,
             kept=kept,
         )
         fit = Fit(port, options)
