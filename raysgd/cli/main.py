@@ -69,5 +69,7 @@ for command in (
     detached_commands.attach,
     detached_commands.stop,
     replay_commands.why,
+    replay_commands.replay,
+    replay_commands.bisect,
 ):
     main.add_command(command)

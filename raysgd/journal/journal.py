@@ -160,7 +160,7 @@ class Journal:
                     legs.append((after, line, run))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"`{place / LINES_FILE}` is damaged: {error!r}.") from error
-        ends = [*(after for after, _, _ in legs[1:]), len(self.steps)]
+        ends = [*(after for after, _, _ in legs), len(self.steps)][1:]
         self.legs = [Leg(*leg, until) for leg, until in zip(legs, ends, strict=True)]
 
     @property

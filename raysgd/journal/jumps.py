@@ -1,9 +1,10 @@
 """Jumps: the steps at which a loss left its range. A pure function of the losses.
 
-A step jumps if its loss is not finite, or if it lies far above the losses of the last steps: farther above their
-median than twice the farthest of them, than eight times their usual distance from it, and than 10 %. The usual distance
-is a median, too, so a few outliers do not count. Distances are those of logarithms, so a loss that falls from 5 to 0.05
-has the same range all the time.
+A step jumps if its loss is not finite, or if it lies far above the losses of the last 200 steps: farther above their
+median than three times the farthest of them, than ten times their usual distance from it, and than 10 %. The farthest
+one is the second highest loss of 20 steps, and the fourth highest of 200, so that outliers do not count. The usual
+distance is the median of the distances times 1.48, which is the standard deviation of normal ones. Distances are those
+of logarithms, so a loss that falls from 5 to 0.05 has the same range all the time.
 
 Steps that jump do not enter the range. If they come close together, they are one jump, which begins with the first. If
 the loss stays where it is, it has a new range after some time.
@@ -21,8 +22,9 @@ from typing import TypeAlias
 _Function: TypeAlias = Callable[[float], float]
 WINDOW = 200
 FEWEST = 20
-_TIMES_FARTHEST = 2.0
-_TIMES_USUAL = 8.0
+_TIMES_FARTHEST = 3.0
+_TIMES_USUAL = 10.0
+_OUTLIERS_OF = 100  # one of so many steps may lie anywhere, and one more
 _LEAST = 0.1  # a loss that is 10 % larger is no jump, however quiet it was before
 _TOGETHER = 20
 _NEW_RANGE = 100
@@ -77,7 +79,7 @@ class _Range:
         """The highest value in the range; NaN if too few are known."""
         if len(self._sorted) < FEWEST:
             return math.nan
-        middle, highest = _median(self._sorted), self._sorted[-1]
+        middle, highest = _median(self._sorted), self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
         usual = _median(sorted(abs(each - middle) for each in self._sorted)) * 1.4826
         return middle + max(_TIMES_FARTHEST * (highest - middle), _TIMES_USUAL * usual, _LEAST)
 

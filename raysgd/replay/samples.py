@@ -85,6 +85,21 @@ def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
     )
 
 
+def range_of(journal: Journal, step: int) -> tuple[Any, ...]:
+    """Return what the samples of a step follow from: the data, the pass, and the place in it. Draws no order."""
+    leg, begin = journal.leg_of(step), journal.begin_of(step)
+    entry, layout = leg.entry, leg.entry["data"]
+    data = tuple(str(layout.get(name)) for name in ("kind", "order", "seed", "num_samples", "stream", "name"))
+    first, after = begin - leg.after, step - leg.after
+    if layout.get("is_of_batches"):
+        return *data, entry["pass"], entry["consumed"], first, after
+    if layout["kind"] == "loader":
+        plan = plan_of(leg, range(layout["num_samples"]))
+        return *data, entry["pass"], *(plan.consumed_after(min(each, plan.num_steps)) for each in (first, after))
+    size = layout.get("batch_size") or 1
+    return *data, entry["pass"], entry["consumed"] + first * size, entry["consumed"] + after * size
+
+
 def _order_of(layout: Mapping[str, Any], data: Any) -> SampleOrder:
     if isinstance(data, ShardedLoader):
         order, then, now = data.sampler.order, layout["order"], data.sampler.order.name

@@ -138,6 +138,7 @@ class DividedLoaderSource:
             "order": self.order.name,
             "seed": self.seed,
             "num_samples": self.num_samples,
+            "is_of_batches": isinstance(self.order, BatchesOrder),
             "batch_size": sampler.batch_size,
             "drop_last": sampler.drop_last,
             "rule": None if sampler.rule is None else asdict(sampler.rule),
