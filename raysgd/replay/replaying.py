@@ -19,6 +19,7 @@ from raysgd.replay.program import Program, batch_options_for
 from raysgd.replay.questions import journal_of
 from raysgd.replay.sample_losses import data_of, nearest_checkpoint, whole_batch
 from raysgd.replay.samples import samples_of
+from raysgd.torch.objects import rng
 from raysgd.torch.torch_trainer import TorchTrainer
 
 TOLERANCE = 1e-3
@@ -109,7 +110,10 @@ class _Debugging(WorkerCallback):
         self._wrapped: Any = None
 
     def __deepcopy__(self, memo: Any) -> _Debugging:
-        return self  # the process of the user has the debugger
+        return self  # the replay runs in this process, which has the debugger
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerCallback, ()  # other processes have no debugger
 
     def on_begin(self, operator: Any) -> None:
         if self._wrapped is operator:
@@ -120,7 +124,9 @@ class _Debugging(WorkerCallback):
         def train_batch(batch: Any, batch_info: dict[str, Any]) -> Any:
             if operator.global_step in self._steps:
                 self._steps = range(0)  # once
+                drawn = rng.capture()
                 _stop(operator, batch, batch_info, load())
+                rng.restore(drawn)
             return method(batch, batch_info)
 
         operator.train_batch = train_batch
