@@ -61,7 +61,10 @@ class WorkerCallback:
         """Called before the first batch that this worker's group trains on in an epoch; see `raysgd.journal`."""
 
     def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
-        """Called after each batch; `is_boundary` if the optimizer step ends with it. Nothing waits for the device."""
+        """Called after each batch of the library's loops; `is_boundary` if the optimizer step ends with it.
+
+        `metrics` are those of the batch, None for padding. `global_step` does not count the batch yet.
+        """
 
     def _on_norm(self, norm: Any) -> None:
         """Called in a step with the norm of an optimizer's gradients, before clipping, if something has computed it."""

@@ -6,14 +6,14 @@ import math
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, is_weight, weight_of
 
 _MOST_WAITING = 100_000
-_LOSSES = ("train_loss", "loss")
+TRAIN_LOSS = "train_loss"
+_WEIGHT_OF_TRAIN_LOSS = weight_of(TRAIN_LOSS)
 Attempt = tuple[int, int]
 """Number of the training call, and of the attempt at it: the same on all ranks, and larger for what comes later."""
 
@@ -124,23 +124,28 @@ def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, list[
 
 def _loss_of(metrics: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the loss of a batch and its weight, which is 0 if no metric is a loss."""
-    names = [name for name in metrics if "loss" in str(name) and not is_weight(name)]
-    name = next((each for each in _LOSSES if each in metrics), names[0] if names else None)
+    name = TRAIN_LOSS if TRAIN_LOSS in metrics else _name_of_loss(metrics)
     if name is None:
         return math.nan, 0
-    weight = metrics.get(weight_of(name), metrics.get(BATCH_WEIGHT, metrics.get(NUM_SAMPLES, 1)))
-    return _kept(metrics[name]), _kept(weight)
+    weight = metrics.get(_WEIGHT_OF_TRAIN_LOSS if name is TRAIN_LOSS else weight_of(name))
+    if weight is None:
+        weight = metrics.get(BATCH_WEIGHT, metrics.get(NUM_SAMPLES, 1))
+    return _kept(metrics[name]), weight if type(weight) is int else _kept(weight)
+
+
+def _name_of_loss(metrics: Mapping[str, Any]) -> str | None:
+    if "loss" in metrics:
+        return "loss"
+    return next((name for name in metrics if "loss" in str(name) and not is_weight(name)), None)
 
 
 def _kept(value: Any) -> Any:
     """Return a number, or a copy of a tensor on a device, which user code may change in place."""
-    if hasattr(value, "detach"):
-        with suppress(RuntimeError):  # several elements
-            return value.item() if getattr(value, "is_cpu", False) else value.detach().reshape(()).clone()
-        return math.nan
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        if not hasattr(value, "detach"):
+            return float(value)
+        return value.item() if getattr(value, "is_cpu", False) else value.detach().reshape(()).clone()
+    except (TypeError, ValueError, RuntimeError):  # not one number
         return math.nan
 
 

@@ -127,7 +127,7 @@ def test_a_history_knows_its_journal(make_local: Make, tmp_path: Path) -> None:
     history = make_local(LinearOperator).fit(1, folder=tmp_path)
     assert why(history, 2).samples == ((4, 5, 6, 7),)
     assert find_jumps(history).jumps == ()
-    with pytest.raises(FileNotFoundError, match="pass `folder=...` to `fit`"):
+    with pytest.raises(FileNotFoundError, match=r"pass `folder=\.\.\.` to `fit`"):
         why(History.from_json(history.to_json()), 2)
 
 

@@ -26,12 +26,14 @@ class InstalledCallbacks:
 
     Attributes:
         are_there: True if there is a callback.
+        noting_batches: The callbacks that note each batch of the library's loops.
         wants_gradients: True if a callback is called before an optimizer steps.
         wants_steps: True if a callback is called after an optimizer has stepped.
     """
 
     def __init__(self) -> None:
         self._callbacks: list[WorkerCallback] = []
+        self.noting_batches: list[WorkerCallback] = []
         self.are_there = False
         self._unclaimed: dict[str, Any] = {}
         self._epoch: Any = None
@@ -47,6 +49,7 @@ class InstalledCallbacks:
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
         self.are_there = bool(self._callbacks)
+        self.noting_batches = self._with("_on_batch")
         for each in self._callbacks:
             call_event(each, "on_begin", operator)
         self._claim(states)
@@ -68,13 +71,8 @@ class InstalledCallbacks:
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
         """Return a function to call with the metrics of each batch; None if no callback needs them."""
         watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
-        noting = self._with("_on_batch")
 
         def after(metrics: Any) -> Any:
-            for each in noting:
-                call_event(each, "_on_batch", operator, metrics, step.batch.is_boundary)
-            if not watching:
-                return metrics
             of_step = metrics
             if window or not step.batch.is_boundary:
                 meters = window.pop() if window else operator._raysgd.new_meters()
@@ -82,7 +80,12 @@ class InstalledCallbacks:
                 window.extend([] if step.batch.is_boundary else [meters])
             return _after_step(watching, operator, metrics, of_step) if step.batch.is_boundary else metrics
 
-        return after if watching or noting else None
+        return after if watching else None
+
+    def note_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
+        """Tell callbacks the metrics of a batch; None for padding."""
+        for each in self.noting_batches:
+            call_event(each, "_on_batch", operator, metrics, is_boundary)
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
