@@ -26,7 +26,7 @@ _TIMES_FARTHEST = 3.0
 _TIMES_USUAL = 10.0
 _OUTLIERS_OF = 100  # one of so many steps may lie anywhere, and one more
 _LEAST = 0.1  # a loss that is 10 % larger is no jump, however quiet it was before
-_TOGETHER = 20
+_TOGETHER = 5
 _NEW_RANGE = 100
 _LEAST_LOSS = 1e-12
 

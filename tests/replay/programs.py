@@ -17,9 +17,9 @@ NUM_SAMPLES = 120
 class Points(Dataset[Any]):
     """Points with a class, and noise from three generators in each reading."""
 
-    def __init__(self, noise: float = 0.0, bad: dict[int, str] | None = None) -> None:
+    def __init__(self, noise: float = 0.0, bad: dict[str, str] | None = None, num_samples: int = NUM_SAMPLES) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.features = torch.randn(NUM_SAMPLES, 6, generator=generator)
+        self.features = torch.randn(num_samples, 6, generator=generator)
         self.target = (self.features[:, 0] > 0).long() + (self.features[:, 1] > 0.5).long()
         self.noise = noise
         for index, kind in (bad or {}).items():
@@ -31,7 +31,7 @@ class Points(Dataset[Any]):
                 self.target[int(index)] = (self.target[int(index)] + 1 + (self.target[int(index)] == 1)) % 3
 
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return len(self.features)
 
     def __getitem__(self, index: int) -> Any:
         noise = self.noise * (torch.rand(6) + np.random.rand() + random.random())
@@ -47,7 +47,7 @@ class Plain(TrainingOperator):
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=self.make_optimizer(model), criterion=torch.nn.CrossEntropyLoss()
         )
-        data = Points(config.get("noise", 0.0), config.get("bad"))
+        data = Points(config.get("noise", 0.0), config.get("bad"), config.get("num_samples", NUM_SAMPLES))
         self.register_data(
             train_loader=DataLoader(data, batch_size=config.get("batch_size", 12), shuffle=True),
             validation_loader=DataLoader(Points(), batch_size=30),
@@ -65,6 +65,20 @@ class Rectified(Plain):
 
     def make_model(self) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+
+
+class Regression(Plain):
+    """A linear model of the sum of the features, whose loss grows with the square of its input."""
+
+    def register(self, **parts: Any) -> Any:
+        return super().register(**{**parts, "criterion": torch.nn.MSELoss()})
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(6, 1)
+
+    def forward(self, features: Any, target: Any) -> Any:
+        output = self.model(*features)
+        return output, self.criterion(output[:, 0], features[0].sum(dim=1) + 0.1 * target)
 
 
 class Normed(Plain):
