@@ -170,8 +170,8 @@ def open_middle(folder: str | None, num_shards: int, rows_per_shard: int) -> dic
     from raysgd.streams.source import stream_data
     from raysgd.torch.data.batch_streams import DrawnItem
     from raysgd.torch.data.batches import TensorCollate
-    from raysgd.torch.parallel.ranks import Ranks
-    from raysgd.torch.parallel.strategy import NoParallel
+    from raysgd.torch.parallel.ranks import RankSums
+    from raysgd.torch.parallel.strategy import Strategy
 
     consumed, lanes = num_shards * rows_per_shard // 2, None
     if folder is not None:  # of unknown lengths, so the position says where lanes are
@@ -185,7 +185,7 @@ def open_middle(folder: str | None, num_shards: int, rows_per_shard: int) -> dic
     data = stream_data(source.shuffle(10_000).batch(BATCH_SIZE), "train", Division, 1)
     from raysgd.streams.source import StreamSource
 
-    passes = StreamSource(data, Ranks(NoParallel()), 0, TensorCollate(), DrawnItem)
+    passes = StreamSource(data, RankSums(Strategy()), 0, TensorCollate(), DrawnItem)
     state = passes.state(consumed, True)
     position = {"pass_index": 0, "consumed": consumed, "is_mid_pass": True, **state, "lanes": lanes}
     passes.load_state(position)

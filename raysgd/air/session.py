@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raysgd.air._running import (
+from raysgd.air._running_function import (
     TrialFacts,
     checkpoint_of,
     current_session,

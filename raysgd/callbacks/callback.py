@@ -120,7 +120,11 @@ class Callback:
         return None
 
     def state_dict(self) -> Any:
-        """Return the state that this callback needs to continue in another run, as plain data for JSON."""
+        """Return the state that this callback needs to continue in another run, as plain data for JSON.
+
+        `fit` and `epochs` of a trainer, and the `fit()` trainers, save it beside each checkpoint and load it when they
+        resume. `Trainer.run` does not.
+        """
         return None
 
     def load_state_dict(self, state: Any) -> None:

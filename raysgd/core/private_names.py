@@ -326,7 +326,7 @@ TABLE = (
     PrivateNames(
         "ray.tune.trainable.trainable_fn_utils",
         ("_in_tune_session",),
-        "air._running",
+        "air._running_function",
         "`raysgd.air.session` in a function of Ray Tune has no effect, and warns of it",
     ),
     PrivateNames(

@@ -12,7 +12,7 @@ from typing import Any
 from raysgd.core.engine.shared.types import World
 from raysgd.tf.checkpoints import former_optimizer, serializing
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.hosting.hosted import TFHosted
+from raysgd.tf.hosting.hosted import TFHostedOperator
 from raysgd.tf.operator.internals import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
@@ -22,10 +22,10 @@ from raysgd.trainer.worker.runner import ClassRunner
 class TFRunner(ClassRunner):
     """Hosts one operator."""
 
-    _hosted: TFHosted
+    _hosted: TFHostedOperator
 
-    def _make_hosted(self, settings: TFSettings, world: World) -> TFHosted:
-        return TFHosted(settings, world, self._ledger)
+    def _make_hosted(self, settings: TFSettings, world: World) -> TFHostedOperator:
+        return TFHostedOperator(settings, world, self._ledger)
 
     @property
     def operator(self) -> TrainingOperator:

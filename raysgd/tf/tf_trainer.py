@@ -42,7 +42,7 @@ from raysgd.trainer.configuration.batch_options import BatchOptions
 from raysgd.trainer.configuration.placement import Placement
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings
-from raysgd.trainer.driver.keeping import Content, load_into_all, load_snapshot_into_all
+from raysgd.trainer.driver.saving import Content, load_into_all, load_snapshot_into_all
 from raysgd.trainer.driver.trainer import ClassTrainer
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.trainer.messages.prediction_data import BatchRequest, Found

@@ -118,7 +118,7 @@ class TrainingOperator(BaseOperator):
         for batch in iterator:
             batch_idx += self._count_left_out()
             where = {"batch_idx": batch_idx, "global_step": self.global_step}
-            meters.update(*internals.parted(train_batch(batch, {**where, **info}), "train_batch"))
+            meters.update(*internals.values_and_weight(train_batch(batch, {**where, **info}), "train_batch"))
             batch_idx, self.global_step = batch_idx + 1, self.global_step + 1
         self._count_left_out()
         summary = meters.summary()
@@ -203,7 +203,7 @@ class TrainingOperator(BaseOperator):
         internals.reset_metrics()
         for batch_idx, batch in enumerate(val_iterator):
             metrics = validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-            meters.update(*internals.parted(metrics, "validate_batch"))
+            meters.update(*internals.values_and_weight(metrics, "validate_batch"))
         summary = meters.summary()
         summary.update(internals.metric_results("val_"))
         return summary

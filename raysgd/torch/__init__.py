@@ -2,11 +2,12 @@
 
 Guarantees:
 
-* On any number of workers, `train()` and `validate()` report the numbers that one process over the same samples would.
-* One optimizer step of N workers is the step of one process on the global batch, also if the shares are uneven.
-* If a worker dies, at most the call in progress is lost. It is repeated from the state before it.
+* On any number of workers, `train()` and `validate()` report the same metrics as one process over the same samples.
+* One optimizer step of N workers equals the step of one process on the global batch, even if workers have different
+  numbers of samples.
+* If a worker dies, at most the call in progress is lost. It is repeated from the state before the call.
 
-The model, the loss and the data are the user's. Collectives are `torch.distributed`'s.
+The user provides the model, the loss and the data. Collectives come from `torch.distributed`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ VALID_SCHEDULER_STEP = {SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_ST
 
 
 def _seconds_from_environment(name: str, default: int) -> int:
-    """Read a number of seconds from an environment variable. Done once, when this module is imported.
+    """Read a number of seconds from an environment variable. Called once, when this module is imported.
 
     Raises:
         ValueError: The variable is not a whole number.
@@ -30,7 +30,7 @@ def _seconds_from_environment(name: str, default: int) -> int:
         ) from None
 
 
-# Longest time of a collective in a NCCL process group.
+# Timeout of collectives in an NCCL process group.
 NCCL_TIMEOUT_S = _seconds_from_environment("NCCL_TIMEOUT_S", 1800)
-# Longest time that start-up waits for Ray to reserve the workers' resources.
+# Longest time that startup waits for Ray to reserve the workers' resources.
 SGD_PLACEMENT_GROUP_TIMEOUT_S = _seconds_from_environment("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)

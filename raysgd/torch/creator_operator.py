@@ -1,4 +1,4 @@
-"""`CreatorOperator`: an operator made from creator functions."""
+"""`CreatorOperator`: an operator built from creator functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class CreatorOperator(TrainingOperator):
-    """An operator made from creators; see `TrainingOperator.from_creators`. Subclass it to override methods."""
+    """An operator built from creator functions.
+
+    See `TrainingOperator.from_creators`. Subclass it to override methods.
+    """
 
     _model_creator: Callable[..., Any]
     _optimizer_creator: Callable[..., Any]
@@ -110,7 +113,7 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def criterion(self) -> Any:
-        """The loss."""
+        """The criterion that `loss_creator` returned."""
         criterion = self._raysgd.registered.criterion
         return criterion if criterion is not None else _absent("criterion")
 
@@ -120,14 +123,14 @@ def _absent(name: str) -> Any:
 
 
 def _is_loss_of_torch(creator: type) -> bool:
-    """Return True if a class is derived from one of PyTorch's losses, which take no config."""
+    """Return True if a class derives from one of PyTorch's losses, which take no config."""
     return any(base.__module__ == torch.nn.MSELoss.__module__ for base in creator.__mro__)
 
 
 def _one_at_a_time() -> Any:
     from filelock import FileLock
 
-    name = f".raydata-{os.getuid()}.lock"  # one file per user: others could not open a shared one
+    name = f".raydata-{os.getuid()}.lock"  # one file per user, because other users could not open a shared file
     return FileLock(os.path.join(tempfile.gettempdir(), name))
 
 
@@ -148,10 +151,10 @@ _PARAMETERS = {
 def make_operator(
     own: type[TrainingOperator], creators: Mapping[str, Any], serialize_data_creation: bool
 ) -> type[CreatorOperator]:
-    """Return an operator class that calls creator functions and has the methods of `own`; see `from_creators`.
+    """Return an operator class that calls creator functions and has the methods of `own`. See `from_creators`.
 
     Raises:
-        ValueError: A creator is not a function of the arguments that it is called with.
+        ValueError: A creator is not a function that accepts the arguments it is called with.
     """
     for name, parameters in _PARAMETERS.items():
         creator = creators[name]

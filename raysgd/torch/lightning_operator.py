@@ -1,11 +1,11 @@
-"""`LightningOperator`: trains a `LightningModule` in place of Lightning's own `Trainer`.
+"""`LightningOperator`: trains a `LightningModule` instead of Lightning's own `Trainer`.
 
-The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. The library runs the processes, the data,
-checkpoints and recovery. It averages what a step returns or logs over the samples of all workers.
+The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. The library manages processes, data,
+checkpoints and recovery. It averages the values that a step returns or logs over the samples of all workers.
 
-Hooks have the signatures of Lightning 2; `docs/lightning.md` lists those that are called. Hooks that Lightning 2
+Hooks have the signatures of Lightning 2. `docs/lightning.md` lists the hooks that are called. Hooks that Lightning 2
 dropped (`training_epoch_end`, `validation_epoch_end`, `training_step_end`, `validation_step_end`,
-`on_pretrain_routine_start`, `configure_apex`) are called if a module has them.
+`on_pretrain_routine_start`, `configure_apex`) are called if the module has them.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # o
 
 logger = logging.getLogger(__name__)
 
-SCHEDULER_STEP_PTL = "ptl"  # value of `scheduler_step_freq`: the module's config of a scheduler says when it steps
+SCHEDULER_STEP_PTL = "ptl"  # a `scheduler_step_freq`: the module's scheduler config says when to step
 
 
 def make_operator(
     parent: type[TrainingOperator], lightning_module_cls: type[Any], train_dataloader: Any, val_dataloader: Any
 ) -> type[LightningOperator]:
-    """Make an operator class; see `TrainingOperator.from_ptl`. A `LightningOperator` as `parent` is subclassed."""
+    """Create an operator class.
+
+    See `TrainingOperator.from_ptl`. If `parent` is a `LightningOperator`, it is subclassed.
+    """
     lightning_base(lightning_module_cls)
     for name, given in (("train_dataloader", train_dataloader), ("val_dataloader", val_dataloader)):
         if hasattr(given, "setup") and hasattr(given, "train_dataloader"):
@@ -78,18 +81,18 @@ class LightningOperator(TrainingOperator):
     """Trains the `LightningModule` class passed to `TrainingOperator.from_ptl`. Subclass it to override methods.
 
     Attributes:
-        ddp_args: Options of `DistributedDataParallel`. An empty dict is faster if every loss depends on all parameters.
+        ddp_args: Options of `DistributedDataParallel`. An empty dict is faster if every loss uses all parameters.
     """
 
     _lightning_module_cls: type[Any]
     _train_dataloader: Any = None
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
-    _freezes_in_batches = True  # a module of several networks may freeze one that a later batch trains
-    warms_up = False  # hooks of the module may expect `on_train_start` before any batch
+    _freezes_in_batches = True  # modules of several networks may freeze a network in some batches
+    warms_up = False  # the module's hooks may expect `on_train_start` before any batch
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Make the module and run its set-up hooks, in the order of Lightning 2."""
+        """Create the module and run its setup hooks, in the order of Lightning 2."""
         module = self._module = instantiate(self._lightning_module_cls, config, says_so=self.world_rank == 0)
         self._hooks, self._has_started = LightningHooks(module), False
         self._meters: AverageMeterCollection | None = None
@@ -113,7 +116,7 @@ class LightningOperator(TrainingOperator):
         per_node = getattr(self._module, "prepare_data_per_node", True)
         if (self.local_rank if per_node else self.world_rank) == 0:
             self._hooks.call("prepare_data")
-        self._raysgd.sum_over_workers(0.0)  # wait for the data on all workers
+        self._raysgd.sum_over_workers(0.0)  # wait until the data is prepared on all workers
 
     def _register_module(self) -> None:
         module, trainer = self._module, self._trainer
@@ -121,7 +124,7 @@ class LightningOperator(TrainingOperator):
             raise self._hooks.part_of_package("utilities.exceptions").MisconfigurationException(
                 f"`{type(module).__name__}` does not define `configure_optimizers`: return the optimizers there."
             )
-        # Before the optimizers are made, because some put state on the parameters' device at once.
+        # Before the optimizers are created, because some put state on the parameters' device at once.
         self._raysgd.context.place(module)
         optimizers, self._scheduler_dicts = optimizers_and_schedulers(module.configure_optimizers())
         check_optimizers(module, optimizers)
@@ -155,11 +158,12 @@ class LightningOperator(TrainingOperator):
     ) -> dict[str, Any]:
         """Train on all batches, or until `on_train_batch_start` returns -1 on any worker.
 
-        If the epoch continues after a failure, survivors do not call the hooks at its beginning again.
+        If the epoch continues after a failure, survivors do not repeat the hooks that start an epoch.
 
         Returns:
-            What `training_epoch_end` returns, if the module has this hook. Otherwise the mean and `last_<name>` of each
-            number that `training_step` returns or logs. The loss is `train_loss`, even if the step calls it `loss`.
+            The result of `training_epoch_end`, if the module has this hook. Otherwise, the mean and `last_<name>` of
+            each number that `training_step` returns or logs. The loss is `train_loss`, even if the step calls it
+            `loss`.
 
         Raises:
             ValueError: A scheduler steps every few epochs, and the call has `num_steps`.
@@ -182,7 +186,7 @@ class LightningOperator(TrainingOperator):
             self._has_started = True
             if meters is not before:
                 self._hooks.call("on_train_epoch_start")
-            if trained.flags != flags:  # a hook froze something, or added a group
+            if trained.flags != flags:  # a hook froze parameters, or added a group
                 self.rewrap()
             self._train_on_batches(iterator, info, meters)
             result = self._end_epoch(meters, "training_epoch_end", "on_train_epoch_end")
@@ -191,7 +195,7 @@ class LightningOperator(TrainingOperator):
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
         leg = self._raysgd.parallel.leg
-        self._parts: list[dict[str, Any]] = []  # metrics of the global batch's parts so far
+        self._parts: list[dict[str, Any]] = []  # metrics of the parts of the global batch so far
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
             self._values.begin_batch(is_counted=not leg.batch.is_padding)
@@ -206,7 +210,7 @@ class LightningOperator(TrainingOperator):
         self._progress.end_batch(self.global_step)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Take one step on one batch. With manual optimization, the module does so itself."""
+        """Take one step on one batch. With manual optimization, the module itself steps."""
         batch_idx = batch_info["batch_idx"]
         if self._module.automatic_optimization:
             output = self._optimize(batch, batch_idx)
@@ -226,9 +230,9 @@ class LightningOperator(TrainingOperator):
         return self._values.metrics_of(output)
 
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
-        """Step through the module's `optimizer_step`. Its closure runs everything up to the backward pass.
+        """Step by calling the module's `optimizer_step`. Its closure runs the training step and the backward pass.
 
-        With accumulation, only the closure runs on all but the last batch of a step.
+        With accumulation, only the closure runs, except on the last batch of a step.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         where = self._trainer.current_epoch, batch_idx
@@ -253,7 +257,7 @@ class LightningOperator(TrainingOperator):
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]
             self._hooks.call("optimizer_step", *where, stepping, closure)
-            self._count_step()  # like Lightning, also if the module left the batch out
+            self._count_step()  # like Lightning, even if the module left the batch out
         return output
 
     def _count_step(self) -> None:
@@ -268,7 +272,7 @@ class LightningOperator(TrainingOperator):
         return keeps
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
-        """Run `training_step`. Return the loss for the backward pass, and the output without its graph."""
+        """Run `training_step`. Return the loss for the backward pass, and the output, detached from its graph."""
         output, parallel = None, self._raysgd.parallel
 
         def run() -> torch.Tensor | None:
@@ -305,7 +309,7 @@ class LightningOperator(TrainingOperator):
         self._hooks.call("on_after_backward")
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
-        """Step an optimizer when the module calls `optimizer.step(closure)`. Return the loss of the closure."""
+        """Step an optimizer when the module calls `optimizer.step(closure)`. Return the closure's loss."""
         loss, leg = closure() if closure is not None else None, self._raysgd.parallel.leg
         self._raysgd.gradients.complete(optimizer)
         if id(optimizer) in leg.batch.left_out:
@@ -326,10 +330,10 @@ class LightningOperator(TrainingOperator):
         stops = self._hooks.call("on_train_batch_start", batch, batch_idx, dataloader_idx=0) == -1
         if not (self._raysgd.parallel.synchronizes and self._hooks.overrides("on_train_batch_start")):
             return stops
-        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # all or none: one alone would wait forever
+        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # all ranks stop or none: one rank alone would hang
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
-        """Use up the epoch, so that the next one begins a new pass. A loader without a length might be endless."""
+        """Consume the rest of the epoch, so that the next epoch starts a new pass, unless the loader may be endless."""
         leg = self._raysgd.parallel.leg
         leg.end_waiting()  # no backward pass follows
         if length_of(self._raysgd.data.train_loader) is not None:
@@ -363,7 +367,10 @@ class LightningOperator(TrainingOperator):
         ]
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluate on all batches. Return a result like `train_epoch`, but of `validation_epoch_end` and `val_loss`."""
+        """Evaluate on all batches.
+
+        The result is like that of `train_epoch`, with `validation_epoch_end` and `val_loss`.
+        """
         meters = self._raysgd.new_meters()
         with torch.no_grad(), self._epoch("validation", "validation_epoch_end", meters):
             self._hooks.call_or("on_validation_model_zero_grad", self._module.zero_grad)
@@ -373,13 +380,13 @@ class LightningOperator(TrainingOperator):
             for batch_idx, batch in enumerate(val_iterator):
                 self._values.begin_batch()
                 metrics = self.validate_batch(self._to_device(batch), {"batch_idx": batch_idx, **(info or {})})
-                meters.update(*self._raysgd.parted(metrics, "validate_batch"))
+                meters.update(*self._raysgd.values_and_weight(metrics, "validate_batch"))
             result = self._end_epoch(meters, "validation_epoch_end", "on_validation_epoch_end")
             self._hooks.call("on_validation_end")
             return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch with the module without its wrapper, so that nothing waits for other workers."""
+        """Evaluate one batch with the unwrapped module, so that no worker waits for others."""
         batch_idx = batch_info["batch_idx"]
         self._hooks.call("on_validation_batch_start", batch, batch_idx, dataloader_idx=0)
         with self.timers.record("eval_fwd"), self._raysgd.precision.forward():
@@ -390,7 +397,7 @@ class LightningOperator(TrainingOperator):
         return self._values.metrics_of(output)
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Predict one batch with the module's `predict_step`. Without that method, call the module on the input."""
+        """Predict one batch with the module's `predict_step`. Without this method, call the module on the input."""
         if not self._hooks.overrides("predict_step"):
             return super().predict_batch(batch, batch_info)
         with self._raysgd.precision.forward():
@@ -398,9 +405,9 @@ class LightningOperator(TrainingOperator):
 
     @contextmanager
     def _epoch(self, stage: str, hook: str, meters: AverageMeterCollection) -> Iterator[None]:
-        """Collect what the module logs inside the context, and set the stage of its trainer.
+        """Collect the values that the module logs inside the context, and set the stage of its trainer.
 
-        If `meters` are those of the last context, the epoch continues after a failure.
+        If `meters` is the same object as in the last context, the epoch continues after a failure.
         """
         if meters is not self._meters:
             keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
@@ -438,7 +445,7 @@ class LightningOperator(TrainingOperator):
 
     @property
     def model(self) -> Any:
-        """The module. With several workers, with its wrapper."""
+        """The module. With several workers, the module in its wrapper."""
         return self._raysgd.registered.models[0]
 
     @property
@@ -453,15 +460,15 @@ class LightningOperator(TrainingOperator):
 
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:
-        """The schedulers, each in a dict with the interval and the other entries that say when it steps."""
+        """The schedulers, each in a dict with its interval and the other entries that define when it steps."""
         return self._scheduler_dicts
 
     def get_model(self) -> Any:
-        """The `LightningModule` itself."""
+        """Return the unwrapped `LightningModule`."""
         return self._module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress, with the entries that the module's `on_save_checkpoint` adds."""
+        """Return the progress, and the entries that the module's `on_save_checkpoint` adds."""
         checkpoint = self._progress.state_dict()
         self._hooks.call("on_save_checkpoint", checkpoint)
         return checkpoint

@@ -1,4 +1,4 @@
-"""Operators for tests: their epochs call a function from the config, or report numbers from it."""
+"""Operators for tests, whose epochs call a function from the config or report scores from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def get_test_operator(operator_cls: type[Operator]) -> type[Operator]:
     """Return an operator class whose epochs call `config["custom_func"](operator, iterator, info)`."""
 
     class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
-        resumes_epochs = False  # the function is the user's
+        resumes_epochs = False  # the user's function may not be resumable
 
         def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **kwargs: Any) -> Any:
             function = self.config.get("custom_func")
@@ -28,7 +28,7 @@ def get_test_operator(operator_cls: type[Operator]) -> type[Operator]:
 
 
 def get_test_metrics_operator(operator_cls: type[Operator]) -> type[Operator]:
-    """Return an operator class that reports `config["scores"]` and `config["val_scores"]` as `config["key"]`."""
+    """Return an operator class that reports `config["scores"]` and `config["val_scores"]` under `config["key"]`."""
 
     class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]
         def setup(self, config: dict[str, Any]) -> None:

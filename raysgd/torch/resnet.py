@@ -1,8 +1,8 @@
-"""Residual networks for small images such as CIFAR's, ready to be used as `model_creator`.
+"""Residual networks for small images such as CIFAR's. They can be passed as `model_creator`.
 
-They differ from the networks for ImageNet at both ends: the stem is one 3x3 convolution without pooling, and the
-average pool before the classifier is 4x4, for 32x32 images. Layers have their usual names, so `state_dict` has the
-usual keys.
+They differ from the networks for ImageNet in the first and last layers: the stem is one 3x3 convolution without
+pooling, and the average pooling before the classifier is 4x4, for 32x32 images. Layers have their usual names, so
+`state_dict` has the usual keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BasicBlock(nn.Module):
 
     Args:
         in_planes: Number of input channels.
-        planes: Number of inner channels. There are `expansion` times as many output channels.
+        planes: Number of inner channels. The number of output channels is `expansion` times as large.
         stride: Stride of the block.
     """
 
@@ -45,11 +45,11 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 convolutions, of which the second has four times as many channels.
+    """A 3x3 convolution between two 1x1 convolutions. The last has four times as many channels.
 
     Args:
         in_planes: Number of input channels.
-        planes: Number of inner channels. There are `expansion` times as many output channels.
+        planes: Number of inner channels. The number of output channels is `expansion` times as large.
         stride: Stride of the block.
     """
 
@@ -114,7 +114,7 @@ class ResNet(nn.Module):
 
 
 def _shortcut(in_planes: int, out_planes: int, stride: int) -> nn.Sequential:
-    """Return a layer that gives the input the shape of the output; the identity if the shapes are equal."""
+    """Return a layer that projects the input to the output's shape, or the identity if the shapes are equal."""
     if stride == 1 and in_planes == out_planes:
         return nn.Sequential()
     return nn.Sequential(
@@ -133,25 +133,25 @@ def _stage(
 
 
 def ResNet18(cfg: Any) -> ResNet:
-    """Build the network with 18 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
+    """Build the network with 18 layers. `cfg` is ignored and makes the function usable as `model_creator`."""
     return ResNet(BasicBlock, [2, 2, 2, 2])
 
 
 def ResNet34(cfg: Any) -> ResNet:
-    """Build the network with 34 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
+    """Build the network with 34 layers. `cfg` is ignored and makes the function usable as `model_creator`."""
     return ResNet(BasicBlock, [3, 4, 6, 3])
 
 
 def ResNet50(cfg: Any) -> ResNet:
-    """Build the network with 50 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
+    """Build the network with 50 layers. `cfg` is ignored and makes the function usable as `model_creator`."""
     return ResNet(Bottleneck, [3, 4, 6, 3])
 
 
 def ResNet101(cfg: Any) -> ResNet:
-    """Build the network with 101 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
+    """Build the network with 101 layers. `cfg` is ignored and makes the function usable as `model_creator`."""
     return ResNet(Bottleneck, [3, 4, 23, 3])
 
 
 def ResNet152(cfg: Any) -> ResNet:
-    """Build the network with 152 layers. `cfg` is ignored; it lets the function be a `model_creator`."""
+    """Build the network with 152 layers. `cfg` is ignored and makes the function usable as `model_creator`."""
     return ResNet(Bottleneck, [3, 8, 36, 3])

@@ -1,4 +1,4 @@
-"""`TorchMLDataset`: shards of data frames as PyTorch datasets."""
+"""`TorchMLDataset`: sharded data frames as PyTorch datasets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.core.arrays.frames import Column, ShardedFrames
 class TorchMLDataset(ShardedFrames):
     """Rows of sharded data frames. Each shard is a dataset of tuples `(*features, label)`.
 
-    In `setup`, make a `DataLoader` of the shard `self.world_rank`. The shards may have different lengths, so pass
+    In `setup`, create a `DataLoader` over the shard `self.world_rank`. The shards may have different lengths, so pass
     `num_steps` to `train`, or `add_dist_sampler=False` to the trainer.
 
     Args:
@@ -28,7 +28,7 @@ class TorchMLDataset(ShardedFrames):
         label_type: `torch.dtype` of the label.
 
     Raises:
-        AssertionError: A list does not have the length of `feature_columns`, or a type is not a `torch.dtype`.
+        AssertionError: A list differs in length from `feature_columns`, or a type is not a `torch.dtype`.
     """
 
     def _check(self, name: Any, shape: Any, kind: Any) -> None:
@@ -45,13 +45,13 @@ class TorchMLDataset(ShardedFrames):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> IterableDataset[tuple[torch.Tensor, ...]]:
-        """Return the rows of one shard. Arguments are those of `MLDataset.get_repeatable_shard`."""
+        """Return the rows of one shard. The arguments are those of `MLDataset.get_repeatable_shard`."""
         frames = self._ds.get_repeatable_shard(shard_index, batch_ms, num_async, shuffle, shuffle_buffer_size, seed)
         return _Rows(frames, self._columns)
 
 
 class _Rows(IterableDataset[tuple[torch.Tensor, ...]]):
-    """The rows of data frames."""
+    """Iterates over the rows of data frames."""
 
     def __init__(self, frames: Any, columns: Sequence[Column]) -> None:
         self._frames = frames
@@ -63,7 +63,7 @@ class _Rows(IterableDataset[tuple[torch.Tensor, ...]]):
 
 
 def _values(frame: Any, name: Any, shape: Any, kind: Any) -> torch.Tensor:
-    """Return the values of a column in a frame."""
+    """Return the values of a frame's column as a tensor."""
     values = frame[name].to_numpy()
     if values.dtype == object:
         values = np.stack([_array(name, value) for value in values])

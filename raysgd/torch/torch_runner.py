@@ -12,7 +12,7 @@ from raysgd.core.state.state_codec import EncodedState, lend
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch.checkpoints import divided_folder
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
-from raysgd.torch.hosting.hosted import TorchHosted
+from raysgd.torch.hosting.hosted import TorchHostedOperator
 from raysgd.torch.objects.moving import packed
 from raysgd.torch.operator.settings import TorchSettings
 from raysgd.torch.parallel.strategy import unwrap
@@ -23,30 +23,30 @@ from raysgd.trainer.worker.runner import ClassRunner
 class TorchRunner(ClassRunner):
     """Hosts one PyTorch operator."""
 
-    _hosted: TorchHosted
+    _hosted: TorchHostedOperator
 
-    def _make_hosted(self, settings: TorchSettings, world: World) -> TorchHosted:
-        return TorchHosted(settings, world, self._ledger)
+    def _make_hosted(self, settings: TorchSettings, world: World) -> TorchHostedOperator:
+        return TorchHostedOperator(settings, world, self._ledger)
 
     @property
     def operator(self) -> TrainingOperator:
-        """The live operator."""
+        """The hosted operator."""
         return self._hosted.operator
 
     def write_part(self, folder: str) -> WrittenPart:
-        """Write this rank's part of divided models and optimizers into a folder. All ranks must call this."""
+        """Write this rank's shards of models and optimizers into a folder. All ranks must call this."""
         state = self._hosted.state
         return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
 
     def remade_tensors(self) -> EncodedState:
-        """Return the parameters that states leave out because `setup` makes them again, for each module."""
+        """Return the parameters of each module that states leave out because `setup` recreates them."""
         tensors = self._hosted.state.remade_tensors()
         return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])
 
     def models(self, copied: bool) -> list[torch.nn.Module | None]:
-        """Return the models without wrappers: the live ones, or packed copies on the CPU.
+        """Return the models without wrappers: the models themselves, or packed copies on the CPU.
 
-        For copies of sharded models, all ranks must call this, and only rank 0 gets them.
+        For copies of sharded models, all ranks must call this, and only rank 0 gets the copies.
         """
         parallel, models = self._hosted.parallel, self._hosted.state.registered.original_models
         if not copied:
@@ -63,7 +63,7 @@ class TorchRunner(ClassRunner):
             scheduler.step(metric)
 
     def step_plateaus(self, values: Mapping[str, float]) -> None:
-        """Step the `ReduceLROnPlateau` schedulers whose metrics of an epoch are in `values`."""
+        """Step the `ReduceLROnPlateau` schedulers whose epoch metrics are in `values`."""
         for metric, step in self.operator._plateaus(self.epochs_done):
             if metric in values:
                 step(values[metric])

@@ -17,10 +17,10 @@ _RESOURCES = ("num_workers", "num_cpus_per_worker", "num_gpus_per_worker", "use_
 
 
 class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")):  # type: ignore[misc]
-    """A trial that trains for an epoch and validates in each step.
+    """A trial whose steps train for one epoch and then validate.
 
-    `TorchTrainer.as_trainable` returns a subclass. Subclass that, or this class, and override `step` to change a step,
-    or `_create_trainer(tune_config)` to make the trainer yourself.
+    `TorchTrainer.as_trainable` returns a subclass. Subclass that, or this class. Override `step` to change a step, or
+    `_create_trainer(tune_config)` to create the trainer yourself.
     """
 
     _checkpoint_name = "trainer.checkpoint"
@@ -32,9 +32,9 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
         return trainer
 
     def step(self) -> dict[str, Any]:
-        """Train, then validate. Return the results of both. If a name is in both, the value is that of the validation.
+        """Train, then validate. Return the merged results, in which values of the validation take precedence.
 
-        A lost worker fails the trial at once, so that Tune's `FailureConfig` decides what follows.
+        A lost worker fails the trial at once, so that Tune's `FailureConfig` decides how to continue.
         """
         if hasattr(self, "_train"):
             raise DeprecationWarning(
@@ -50,20 +50,20 @@ def make_trainable(
     override_tune_step: Callable[[Any, dict[str, Any]], Any] | None,
     options: Mapping[str, Any],
 ) -> type[BaseTorchTrainable]:
-    """Make the class for `TorchTrainer.as_trainable`; see there for the arguments.
+    """Create the class for `TorchTrainer.as_trainable`, which documents the arguments.
 
     Raises:
-        TypeError: There are positional arguments.
-        ValueError: `override_tune_step` does not take two arguments.
+        TypeError: Positional arguments were passed.
+        ValueError: `override_tune_step` does not accept two arguments.
     """
     if args:
         raise TypeError(f"`as_trainable` got {args!r} without names: pass all arguments of the trainer by name.")
     check_step(override_tune_step)
-    # Resolve "auto" here, in the driver: a trial process has no GPU of its own.
+    # Resolve "auto" here, in the driver, because a trial's process has no GPU.
     options = {**options, "use_gpu": arguments.resolve_use_gpu(options.get("use_gpu", "auto"))}
 
     class TorchTrainable(BaseTorchTrainable):
-        """A trial with one trainer."""
+        """A trial that trains with one trainer."""
 
         def step(self) -> dict[str, Any]:
             if override_tune_step is None:
@@ -89,7 +89,7 @@ def make_trainable(
 
 
 def check_step(override_tune_step: Any) -> None:
-    """Check that a function takes two arguments, the trainer and a dict."""
+    """Check that a function accepts two arguments: the trainer and a dict."""
     if override_tune_step is None:
         return
     try:
@@ -109,7 +109,7 @@ def _config_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> di
 
 
 def _resources_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the resource arguments of a trial's trainer. Those in the trial's config replace the options."""
+    """Return the resource arguments of a trial's trainer. Arguments in the trial's config replace the options."""
     found = {name: source[name] for source in (options, tune_config) for name in _RESOURCES if name in source}
     use_gpu = found.get("use_gpu")
     return {**found, "use_gpu": options["use_gpu"] if use_gpu in ("auto", None) else bool(use_gpu)}

@@ -305,7 +305,7 @@ class TrainingOperator(BaseOperator):
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
                 metrics = validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-                meters.update(*internals.parted(metrics, "validate_batch"))
+                meters.update(*internals.values_and_weight(metrics, "validate_batch"))
         return meters.summary()
 
     @rung

@@ -1,4 +1,4 @@
-"""Helpers of the old library for code that makes process groups itself."""
+"""Helpers of the old library for code that creates process groups itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def setup_address() -> str:
 def setup_process_group(
     url: str, world_rank: int, world_size: int, timeout: datetime.timedelta, backend: str = "gloo"
 ) -> None:
-    """Join a `torch.distributed` process group at `url`. Return when all `world_size` ranks have joined."""
+    """Join a `torch.distributed` process group at `url`. Return once all `world_size` ranks have joined."""
     import torch.distributed as dist
 
     if backend == "nccl":

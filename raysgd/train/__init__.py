@@ -1,15 +1,15 @@
 """Function-based distributed training: raysgd starts and connects the workers, and your function does the rest.
 
-What it guarantees:
+Guarantees:
 
-* The function runs once in each worker, connected to the others. Reports of all workers arrive together, step by
-  step, in the order of their ranks.
-* Saving a checkpoint costs the function one copy of its state. The copy is sent and written while training goes on,
+* The function runs once in each worker, connected to the other workers. The workers' reports arrive together, step by
+  step, in rank order.
+* Saving a checkpoint costs the function one copy of its state. The copy is sent and written while training continues,
   and a checkpoint file is always complete.
-* If a worker dies, only the work since the last checkpoint is lost: the function restarts from it, on as many
-  workers as are available.
+* If a worker dies, only the work since the last checkpoint is lost: the function restarts from that checkpoint, on as
+  many workers as are available.
 
-The function itself is responsible for the training loop, the data, and when to save a checkpoint.
+The function itself is responsible for the training loop, the data, and the decision when to save a checkpoint.
 """
 
 from __future__ import annotations

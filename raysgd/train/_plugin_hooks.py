@@ -1,4 +1,4 @@
-"""Hooks of a function's workers: call the plug-in when a group starts and ends, and create users' objects there."""
+"""Hooks for a function's workers: call the plug-in when a group starts and ends, and create users' objects there."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe
 
 logger = logging.getLogger(__name__)
 
-_ARRIVAL_S = 30.0  # how long to wait for a checkpoint in transit before its worker ends
+_ARRIVAL_S = 30.0  # how long to wait for a checkpoint in transit before its worker is stopped
 _ARRIVAL_AT_CTRL_C_S = 3.0  # a second Ctrl-C ends even this wait
 
 
 class PluginHooks(GroupHooks):
-    """Connects each group with a plug-in, and knows the current workers.
+    """Connects each group with a plug-in, and tracks the current workers.
 
     Attributes:
         num_started: Number of groups that were started.
-        num_changes: Number of times a group changed in place.
-        joined: For each worker that stepped in, `num_changes` right after that.
-        replicas: Creates the replicas of the workers.
+        num_changes: Number of times that a group changed in place.
+        joined: For each worker that stepped in, the value of `num_changes` right after that.
+        replicas: Creates the workers' replicas.
 
     Args:
         backend: The plug-in.
         config: The configuration that selected the plug-in.
         resources: Resources of one worker.
-        await_checkpoint: Waits at most so many seconds until no checkpoint is in transit from a worker.
+        await_checkpoint: Waits until no checkpoint is in transit from a worker, up to the given number of seconds.
         make_object: Creates the user's object in every worker, as the last step of its start; None for no object.
         tell_failure: Called when a call is repeated after a failure.
     """
@@ -64,22 +64,22 @@ class PluginHooks(GroupHooks):
 
     @property
     def group(self) -> EngineGroup:
-        """The engine's group of the current workers, or of the last ones."""
+        """The engine's group of the current workers, or of the previous workers if none are running."""
         assert self._group is not None, "no group was started"
         return self._group
 
     @property
     def workers(self) -> WorkerGroup:
-        """The current workers as plug-ins and users see them."""
+        """The current workers, in the form that plug-ins and users see."""
         assert self._workers is not None, "no group was started"
         return self._workers
 
     def store(self, value: Any) -> Any:
-        """Store a value where workers can fetch it, and return Ray's reference."""
+        """Store a value where workers can fetch it, and return the Ray object reference."""
         return self.group.store(value).reference
 
     def on_start(self, group: EngineGroup) -> GroupReport | None:
-        """Let the plug-in connect the workers. If a worker dies meanwhile, the start has failed."""
+        """Let the plug-in connect the workers. If a worker dies meanwhile, return the report of its loss."""
         try:
             workers = WorkerGroup.over(group, self._resources)
             self._backend.on_start(workers, self._config)
@@ -93,7 +93,7 @@ class PluginHooks(GroupHooks):
         return None
 
     def on_change(self, group: EngineGroup) -> None:
-        """Update the ranks of the remaining workers, and add the new ones."""
+        """Update the ranks of the remaining workers, and add the new workers."""
         known = dict(zip(self._infos, self.workers.workers, strict=True))
         new = [rank for rank, info in enumerate(group.infos) if info not in known]
         self.num_changes += 1
@@ -104,19 +104,19 @@ class PluginHooks(GroupHooks):
             if self._make_object is not None:
                 make_objects(self._make_object, made)
             known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
-        except LostDuringCallError as lost:  # the next call meets the same loss and handles it
+        except LostDuringCallError as lost:  # the next call runs into the same loss and handles it
             logger.warning("%s, which stepped in", lost)
         self.workers.follow([known.get(info) for info in group.infos])
         self._infos = [info for info in group.infos if info in known]
 
     def on_training_start(self) -> None:
         """Notify the plug-in that a function is about to start."""
-        hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our class
+        hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our base class
         if hook is None:
             return
         try:
             hook(self.workers, self._config)
-        except LostDuringCallError as lost:  # the next call meets the same loss and handles it
+        except LostDuringCallError as lost:  # the next call runs into the same loss and handles it
             logger.warning("%s, in `on_training_start`", lost)
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
@@ -124,7 +124,7 @@ class PluginHooks(GroupHooks):
         self._tell_failure(diagnosis)
 
     def on_end(self, group: EngineGroup) -> None:
-        """Wait once for a checkpoint that is leaving its worker. A dead worker ends the wait at once."""
+        """Wait once for a checkpoint in transit from its worker. If the worker dies, the wait ends immediately."""
         self.replicas.start = ()
         if not self._may_wait:
             return
@@ -133,7 +133,7 @@ class PluginHooks(GroupHooks):
         self._await_checkpoint(_ARRIVAL_AT_CTRL_C_S if is_interrupted else _ARRIVAL_S)
 
     def on_stop(self, group: EngineGroup) -> None:
-        """Let the plug-in shut down. If that fails, the workers are stopped anyway."""
+        """Let the plug-in shut down. If it fails, the workers are stopped anyway."""
         if group is not self._group:
             return
         with failure_logged(logger.warning, "`on_shutdown` failed; stopping the workers anyway: %s"):

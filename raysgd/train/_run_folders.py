@@ -1,4 +1,4 @@
-"""Folders of a trainer: one of its own, and in it one for each run. On disk they are paths, in a store `Folder`s."""
+"""A trainer's folder and its run folders. On disk they are paths, in a remote store `Folder` objects."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_logdir(logdir: Any) -> None:
-    """Check that `logdir` is a local folder or the URI of one, without connecting to anything.
+    """Check that `logdir` is a local folder or a folder's URI, without connecting to anything.
 
     Raises:
-        TypeError: It is neither text nor a path.
+        TypeError: It is neither a string nor a path.
         ValueError: It is empty, or its scheme is unknown.
         ModuleNotFoundError: A package that the URI needs is missing.
     """
@@ -37,10 +37,10 @@ def check_logdir(logdir: Any) -> None:
 
 
 def make_logdir(log_dir: str | Path | None) -> Path | Folder:
-    """Create the folder of a trainer and return it. Without a name, a new name contains the time.
+    """Create a trainer's folder and return it. Without `log_dir`, the folder is named after the current time.
 
     Raises:
-        StorageError: A store could not be reached.
+        StorageError: The store could not be reached.
     """
     folder = _new() if log_dir is None else _given(log_dir)
     logger.info("the results of this trainer go to %s", folder)
@@ -59,24 +59,24 @@ def _given(log_dir: str | Path) -> Path | Folder:
 
 
 def as_folder(place: Path | Folder) -> Folder:
-    """Turn a place, which is what users see, into a `Folder`."""
+    """Convert the form that users see, a path or a `Folder`, to a `Folder`."""
     return place if isinstance(place, Folder) else open_folder(place)
 
 
 def as_place(folder: Folder) -> Path | Folder:
-    """Turn a folder into what users see: a path if it is on disk."""
+    """Convert a `Folder` to the form that users see: a path if it is on disk."""
     return folder.local_path if folder.is_local else folder
 
 
 def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder]:
-    """Create the next run folder that no other trainer has taken, and return its number and the folder."""
+    """Create the next run folder that no other trainer has taken. Return its number and the folder."""
     while not _is_new(run_dir := logdir / f"run_{number:03d}"):
         number += 1
     return number, run_dir
 
 
 def _is_new(run_dir: Path | Folder) -> bool:
-    """Create the folder of a run and return True, unless it exists. In a store, two programs may succeed at once."""
+    """Create a run's folder and return True. Return False if it exists. In a store, two programs may both get True."""
     if isinstance(run_dir, Folder):
         is_there = run_dir.exists()
         run_dir.make()
@@ -90,10 +90,10 @@ def _is_new(run_dir: Path | Folder) -> bool:
 
 @contextmanager
 def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
-    """Yield a local folder for what callbacks write during a run. At the end it is sent to the store.
+    """Yield a local folder for the files that callbacks write during a run. At the end, upload it to the store.
 
     Raises:
-        StorageError: It could not be sent. The message says where the files are on this machine.
+        StorageError: The upload failed. The message names the local folder that still holds the files.
     """
     if isinstance(run_dir, Path):
         yield run_dir
@@ -104,7 +104,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
     def save() -> None:
         try:
             _send(local, run_dir)
-        except StorageError as error:  # the error that ended the run matters more
+        except StorageError as error:  # the error that ended the run is more important
             logger.error("%s", error)
 
     with OnFailure(save):
@@ -121,12 +121,12 @@ def _send(local: Path, run_dir: Folder) -> None:
 
 
 def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
-    """Download the checkpoints of a run to the folder where callbacks look for them."""
+    """Download a run's checkpoints to the folder where callbacks look for them."""
     if isinstance(run_dir, Path):
         return
     try:
         (run_dir / constants.TRAIN_CHECKPOINT_SUBDIR).download(local / constants.TRAIN_CHECKPOINT_SUBDIR)
-    except FileNotFoundError:  # none were saved
+    except FileNotFoundError:  # no checkpoints were saved
         pass
     except StorageError as error:
         logger.error("callbacks do not find the checkpoints of the run: %s", error)

@@ -1,8 +1,8 @@
-"""Trainers as trials of Ray Tune, which keeps their checkpoints and receives each report of rank 0.
+"""Trainers as trials of Ray Tune, which stores their checkpoints and receives every report of rank 0.
 
-A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer of `fit`, some of whose arguments Tune may have chosen.
-Users may override its loop, so the loop runs in a thread of the trial and waits at each report until Tune asks for the
-next one.
+A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer of `fit`, with arguments that Tune may have chosen.
+Users may override the training loop of such a trainer. The loop therefore runs in a thread of the trial and waits at
+each report until Tune requests the next report.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def make_trainable(
     """Return the class for `tune.Tuner` or `tune.run`.
 
     Args:
-        make_trainer: Creates the trainer of a trial, which writes into `logdir`.
-        train_func: The training function, which gets the config of the trial.
-        dataset: The data of the function.
-        bundles: Resources of one trial: of the trial itself, then of each worker.
+        make_trainer: Creates a trial's trainer, which writes to `logdir`.
+        train_func: The training function, which receives the trial's config.
+        dataset: The function's data.
+        bundles: Resources of one trial: for the trial itself, then for each worker.
         strategy: Ray's placement strategy for the bundles.
         refuses_more_steps: See `FunctionTrial`.
 
@@ -72,12 +72,12 @@ class FunctionTrial:
     """One run of a trainer, step by step.
 
     Args:
-        make_trainer: Creates the trainer, which writes into `logdir`.
+        make_trainer: Creates the trainer, which writes to `logdir`.
         train_func: The training function.
-        dataset: The data of the function.
-        config: The config of the function.
-        info: Name, id and folder of the trial.
-        refuses_more_steps: True if a step after the end is an error; otherwise it returns the end once more.
+        dataset: The function's data.
+        config: The function's config.
+        info: The trial's name, ID and folder.
+        refuses_more_steps: True if a step after the end is an error. False to return the final result again.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class FunctionTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """Return rank 0's next report, and True if there is a checkpoint that Tune does not have yet.
+        """Return rank 0's next report, with a flag that is True if Tune does not have the newest checkpoint yet.
 
         Raises:
-            RuntimeError: The function has ended, and `refuses_more_steps` is set.
+            RuntimeError: The function has finished, and `refuses_more_steps` is True.
         """
         if self._has_ended and self._refuses_more_steps:
             raise RuntimeError("The function has ended, so there is no further step.")
@@ -119,7 +119,7 @@ class FunctionTrial:
     def _begin(self) -> None:
         self._trainer = self._make_trainer(logdir=self._logdir)
         self._trainer.start()
-        # Tune decides which checkpoints to keep.
+        # Tune decides which checkpoints to retain.
         strategy = CheckpointStrategy(num_to_keep=0)
         self._iterator = self._trainer.run_iterator(
             self._train_func, self._config, self._dataset, self._begin_from, strategy
@@ -130,7 +130,7 @@ class FunctionTrial:
         return self._trainer.checkpoint_manager.latest_checkpoint_id if self._trainer is not None else 0
 
     def save(self, folder: Path) -> None:
-        """Write the newest checkpoint for Tune, or the one that the trial started from if there is none yet."""
+        """Write the newest checkpoint for Tune, or the trial's starting checkpoint if none was saved since."""
         self._num_saved = self._num_taken
         checkpoint = self._trainer.latest_checkpoint if self._trainer is not None else None
         content = checkpoint if checkpoint is not None else self._begin_from or {}
@@ -138,7 +138,7 @@ class FunctionTrial:
         write_checkpoint({**content, TUNE_CHECKPOINT_ID: identity}, folder / TUNE_CHECKPOINT_FILE_NAME)
 
     def load(self, folder: Path) -> None:
-        """Start from a checkpoint that Tune kept."""
+        """Start from a checkpoint that Tune stored."""
         self.end()
         content = load_checkpoint(folder / TUNE_CHECKPOINT_FILE_NAME) or {}
         self._first_id = content.pop(TUNE_CHECKPOINT_ID, 0)
@@ -146,7 +146,7 @@ class FunctionTrial:
         self._begin_from = content or None
 
     def end(self) -> None:
-        """End the trainer."""
+        """Shut down the trainer."""
         trainer, self._trainer, self._iterator = self._trainer, None, None
         if trainer is not None:
             trainer.shutdown()
@@ -160,7 +160,7 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
-        ValueError: The workers cannot write to the storage, or nodes are selected by labels.
+        ValueError: The workers cannot write to the storage, or the trainer selects nodes by labels.
     """
     trainer_cls, storage = type(trainer), storage_of(trainer.run_config)
     check_is_shared(storage)
@@ -169,7 +169,7 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
             f"`label_selector={trainer.scaling_config.label_selector!r}`: Ray Tune reserves the workers of a trial, "
             "and takes no labels. Use a custom resource in `resources_per_worker`."
         )
-    # Callbacks, reporters and stop conditions are called by Tune in the driver, and may not be picklable.
+    # Tune calls callbacks, reporters and stop conditions in the driver. They may not be picklable.
     run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
     given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
 
@@ -191,10 +191,9 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
 
 
 class TrialRecorder:
-    """Replaces the recorder of a run: gives each report to the thread of the trial, and waits for the next request.
+    """Replaces a run's recorder: passes each report to the trial's thread, and waits for the next request.
 
     Args:
-        mailbox: Runs the trainer.
         mailbox: Runs the trainer.
     """
 
@@ -205,13 +204,13 @@ class TrialRecorder:
         """Do nothing at the start of an attempt."""
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Do nothing: Ray Tune does not use events of the workers."""
+        """Do nothing, because Ray Tune does not use the workers' events."""
 
     def fail(self, error: BaseException) -> None:
         """Do nothing when an attempt fails."""
 
     def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """Hand over a report. Return True if the run has to stop because the trial does."""
+        """Pass on a report. Return True if the run must stop because the trial is stopping."""
         try:
             self._mailbox.offer((dict(metrics), checkpoint))
             self._mailbox.await_request()
@@ -224,9 +223,9 @@ class FitTrial:
     """One run of a trainer of `fit`, step by step.
 
     Args:
-        make_trainer: Creates the trainer, with the config of the trial merged in.
-        storage: Place where the workers put checkpoints until Tune has them. All workers can reach it.
-        info: Name, id and folder of the trial.
+        make_trainer: Creates the trainer, with the trial's config merged into its arguments.
+        storage: Folder where the workers store checkpoints until Tune has them. All workers must be able to access it.
+        info: The trial's name, ID and folder.
     """
 
     def __init__(self, make_trainer: Callable[[], BaseTrainer], storage: Folder, info: TrialInfo) -> None:
@@ -240,7 +239,7 @@ class FitTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """Return the next report of rank 0."""
+        """Return rank 0's next report."""
         if self._has_ended:
             return TrialStepResult(None, is_last=True)
         mailbox = self._mailbox = self._mailbox or self._begun()
@@ -253,7 +252,7 @@ class FitTrial:
         return TrialStepResult(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
 
     def _begun(self) -> Mailbox:
-        """Start the trainer in a thread, and return its mailbox."""
+        """Start the trainer in a thread and return its mailbox."""
         trainer = self._make_trainer()
         trainer._check()
         self._folder = self._new_folder(type(trainer).__name__)
@@ -263,7 +262,7 @@ class FitTrial:
         own, info = trainer._facts(self._folder), self._info
         facts = replace(own, name=info.name or own.name, id=info.identity or own.id, workdir=None)
         recorder: Any = TrialRecorder(mailbox)
-        # Tune decides after each report whether the trial continues, so work ahead of that could be wasted.
+        # After each report, Tune decides whether the trial continues, so work ahead of that decision could be wasted.
         trainer._job = self._job = FitJob(self._folder, recorder, run_config, facts, begin_from, num_ahead=0)
         self._keeps_files = facts.keeps_files
         mailbox.start()
@@ -276,21 +275,21 @@ class FitTrial:
         return folder
 
     def save(self, folder: Path) -> None:
-        """Write the newest checkpoint for Tune, and delete the older ones."""
+        """Write the newest checkpoint for Tune, and delete older checkpoints."""
         newest = self._newest or self._begin_from
         if newest is not None:
             newest.to_directory(folder)
         self._drop_older()
 
     def _drop_older(self) -> None:
-        """Delete all stored checkpoints but the newest, which a run that changes its number of workers needs."""
+        """Delete all stored checkpoints except the newest, which a run needs to change its number of workers."""
         if self._folder is None:
             return
         for name in self._folder.checkpoint_names()[:-1]:
             (self._folder.trial / name).delete()
 
     def load(self, folder: Path) -> None:
-        """Start from a checkpoint that Tune kept."""
+        """Start from a checkpoint that Tune stored."""
         self.end()
         if not any(folder.iterdir()):
             return
@@ -299,7 +298,7 @@ class FitTrial:
         self._begin_from = Checkpoint.from_directory(copy)
 
     def end(self) -> None:
-        """End the run, wherever it is."""
+        """Stop the run at any point."""
         mailbox, folder = self._mailbox, self._folder
         self._mailbox = self._folder = self._newest = None
         self._has_ended = False
@@ -313,16 +312,16 @@ class FitTrial:
 
 
 def merged_arguments(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the config of a trial into the arguments of a trainer, recursively for dicts."""
+    """Merge a trial's config into a trainer's arguments, recursively for dicts."""
     refuse_run_config(config)
     return {**given, **{name: _merged(given.get(name), value) for name, value in config.items()}}
 
 
 def refuse_run_config(config: Mapping[str, Any]) -> None:
-    """Check that the config of a trial contains no `run_config`.
+    """Check that a trial's config contains no `run_config`.
 
     Raises:
-        ValueError: It contains one.
+        ValueError: The config contains a `run_config`.
     """
     if "run_config" in config:
         raise ValueError("`param_space` has a `run_config`: pass it to the `Tuner` itself, for all trials alike.")

@@ -1,8 +1,8 @@
 """The plug-in interface for connections between the workers of a function-based trainer.
 
-A plug-in consists of a `BackendConfig`, which users create, and a `Backend`, whose methods run in the driver and reach
-the workers through a `WorkerGroup`. A process group that all ranks must join together, before anything else runs in the
-workers, is the `connection` of the config.
+A plug-in consists of a `BackendConfig`, which users create, and a `Backend`, whose methods run in the driver and access
+the workers through a `WorkerGroup`. If all ranks must join a process group together before anything else runs in the
+workers, it is the config's `connection`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raysgd.air._running import current_session
+from raysgd.air._running_function import current_session
 from raysgd.compat.names import MOVED, former_names
 from raysgd.core.connections.mesh.mesh import MeshBroken
 from raysgd.core.engine.shared.connection import Connection, NoConnection
@@ -44,7 +44,7 @@ _NAMED = {
 
 
 class Backend:
-    """Connects the workers. Each trainer creates one.
+    """Connects the workers. Each trainer creates a backend.
 
     Attributes:
         share_cuda_visible_devices: True if each worker sees the GPUs of all workers on its node.
@@ -53,37 +53,37 @@ class Backend:
     share_cuda_visible_devices: bool = False
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver when all workers run, and again with the new workers after some were lost."""
+        """Called in the driver when all workers are running, and again with the new workers after workers were lost."""
 
     def on_training_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver before a function is started."""
+        """Called in the driver before a function starts."""
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver before the workers are stopped in an orderly way. Its exceptions are only logged."""
+        """Called in the driver before workers are stopped in an orderly way. Exceptions raised here are only logged."""
 
     @staticmethod
     def encode_data(data_dict: dict[str, Any]) -> EncodedData:
-        """Prepare a report or checkpoint to leave the worker."""
+        """Prepare a report or checkpoint for leaving the worker."""
         return data_dict
 
     @staticmethod
     def decode_data(encoded_data: EncodedData) -> dict[str, Any]:
-        """Undo `encode_data`, in the driver."""
+        """Revert `encode_data`, in the driver."""
         decoded: dict[str, Any] = encoded_data
         return decoded
 
     @staticmethod
     def explain(error: Exception) -> Exception:
-        """Return the exception to raise for one of the function, in the worker: the same, or one that says more."""
+        """Return the exception to raise in the worker for the function's exception: itself, or a clearer exception."""
         return error
 
 
 class BackendConfig:
-    """The config with which users choose a backend. The base class connects nothing: workers run independently."""
+    """Config with which users select a backend. The base class connects nothing: workers run independently."""
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class of the backend."""
+        """The backend's class."""
         return Backend
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
@@ -91,19 +91,19 @@ class BackendConfig:
         return NoConnection()
 
     def can_regroup(self, num_gpus_per_worker: float) -> bool:
-        """Return True if survivors of a failure can form another group while a function runs."""
+        """Return True if the survivors of a failure can form another group while a function runs."""
         return False
 
 
 @dataclass
 class PlacedConnection(Connection):
-    """Wraps a connection: even a single worker joins it, and environment variables give the worker its place.
+    """Wraps a connection. Even a single worker joins it, and environment variables tell each worker its rank.
 
     Attributes:
         inner: The wrapped connection.
         shares_gpus: True if each worker sees the GPUs of all workers on its node.
         names_address: True to set `MASTER_ADDR` and `MASTER_PORT`.
-        names_place: True to set `RANK`, `WORLD_SIZE` and so on.
+        names_place: True to set `RANK`, `WORLD_SIZE` and related variables.
     """
 
     inner: Connection
@@ -155,7 +155,7 @@ class PlacedConnection(Connection):
             membership.note_broken(MeshBroken("the group is formed again, because workers were lost"))
 
     def leave_for_another(self) -> None:
-        """Leave once the running function has no exchange left. Interrupting the connection ends its exchanges."""
+        """Leave once the running function has no pending collective. Interrupting the connection ends collectives."""
         membership = _membership()
         if membership is not None:
             self.inner.interrupt()
@@ -176,16 +176,16 @@ class PlacedConnection(Connection):
 
 
 def _membership() -> Any:
-    """Return the membership of the running function, or None if the function cannot continue in another group."""
+    """Return the running function's membership, or None if the function cannot continue in another group."""
     return getattr(current_session(), "membership", None)
 
 
 def resolve(backend: str | BackendConfig) -> BackendConfig:
-    """Return the config with the name `backend`, or `backend` itself if it is a config.
+    """Return the config named `backend`, or `backend` itself if it is a config.
 
     Raises:
         ValueError: The name is unknown.
-        TypeError: It is neither a name nor a config.
+        TypeError: `backend` is neither a name nor a config.
         ModuleNotFoundError: The framework is not installed.
     """
     if isinstance(backend, BackendConfig):
@@ -201,10 +201,10 @@ def resolve(backend: str | BackendConfig) -> BackendConfig:
 
 
 def backend_of(config: BackendConfig) -> Backend:
-    """Create the backend of a config. Its `backend_cls` should be a property, but some configs have a method.
+    """Create a config's backend. `backend_cls` should be a property, but in some configs it is a method.
 
     Raises:
-        TypeError: `backend_cls` gives no backend.
+        TypeError: `backend_cls` does not provide a backend.
     """
     found: Any = config.backend_cls
     if not inspect.isclass(found) and callable(found):

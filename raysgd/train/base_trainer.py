@@ -1,4 +1,4 @@
-"""`BaseTrainer`: what all trainers of `fit` share. Derive from it to run your own training loop in a trainer."""
+"""`BaseTrainer`: the base class of all trainers of `fit`. Derive from it to run your own training loop in a trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from raysgd.air._running import TrialFacts
+from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.checkpoint import checked_metadata as checked_dict
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
@@ -52,7 +52,7 @@ _NOT_RAYS_TUNER = (
 
 TrainerType = TypeVar("TrainerType", bound="BaseTrainer")
 GenDataset = Callable[[], Any] | Any
-"""A dataset, or a function that returns one."""
+"""A dataset, or a function that returns a dataset."""
 
 
 @hide_library_frames
@@ -64,17 +64,17 @@ class BaseTrainer(ABC):
     and `get_checkpoint` of `raysgd.train`. To train on several workers, derive from `DataParallelTrainer` instead.
 
     Args:
-        scaling_config: Resources of the loop, as `trainer_resources`.
-        run_config: Options of the run: where it writes, which checkpoints it keeps, and when it stops.
-        datasets: Datasets by name, or functions that return one.
-        preprocessor: Fit on the datasets and applied to them before the loop begins.
-        metadata: A dict that can be stored as JSON, added to each checkpoint.
-        resume_from_checkpoint: The first value of `get_checkpoint`.
+        scaling_config: Resources for the loop, as `trainer_resources`.
+        run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
+        datasets: Datasets by name, or functions that return a dataset.
+        preprocessor: Fit on the datasets and applied to them before the loop starts.
+        metadata: A JSON-serializable dict that is added to each checkpoint.
+        resume_from_checkpoint: The checkpoint that `get_checkpoint` returns at first.
         detached: A name, or a `raysgd.Detached`, to let `fit` outlive this program. You then get a handle with the
             same methods. See `docs/detached.md`.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. Nothing was started.
+        ValueError, TypeError: An argument is invalid. Nothing was started.
 
     Examples:
         >>> from raysgd import train
@@ -92,7 +92,7 @@ class BaseTrainer(ABC):
     if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
 
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Remember the arguments: trials of Ray Tune change some of them, and `restore` reuses them."""
+            """Store the arguments. Trials of Ray Tune change some of them, and `restore` reuses them."""
             if detached is not None:
                 return start(cls, detached, args, kwargs)
             trainer = super().__new__(cls)
@@ -126,28 +126,28 @@ class BaseTrainer(ABC):
     # ---------------------------------------------------------------------------------------------- methods to override
 
     def setup(self) -> None:  # noqa: B027 - it may stay empty
-        """Called before the data is prepared and the loop begins. Does nothing by default. Safe to override."""
+        """Called before the data is prepared and the loop starts. Does nothing by default. Safe to override."""
 
     def preprocess_datasets(self) -> None:
-        """Prepare the datasets: call functions, apply the preprocessor. Call super if you override it."""
+        """Prepare the datasets: call dataset functions and apply the preprocessor. Call `super` if you override it."""
         self.datasets = prepared(self.datasets, self.preprocessor)
 
     @abstractmethod
     def training_loop(self) -> None:
-        """Train, and report with `raysgd.train.report`."""
+        """Train, and report results with `raysgd.train.report`."""
 
     # -------------------------------------------------------------------------------------------------------------- run
 
     def fit(self) -> Result:
-        """Train until the loop ends or a stop condition is met.
+        """Train until the loop finishes or a stop condition is met.
 
         Returns:
-            The metrics and checkpoints of the run, and its folder.
+            The run's metrics, checkpoints and folder.
 
         Raises:
             ValueError: The configs contradict each other or the trainer. Nothing was started.
             TrainingFailedError: The run failed more often than `FailureConfig(max_failures=...)` allows. The error is
-                also an instance of your loop's exception. The folder of the run has all earlier reports.
+                also an instance of your loop's exception. The run's folder contains all earlier reports.
         """
         self._check()
         restored = self._restored
@@ -164,7 +164,7 @@ class BaseTrainer(ABC):
         return trainer._job.run(trainer._train)
 
     def _make_job(self, folder: TrialFolder | None) -> FitJob:
-        """Create the job of a run, in the folder of the run that is continued or in a new one.
+        """Create the job of a run, in the folder of the run that is continued or in a new folder.
 
         Raises:
             ValueError: The workers cannot write to the storage.
@@ -178,7 +178,7 @@ class BaseTrainer(ABC):
         return FitJob(folder, recorder, self.run_config, self._facts(folder), begin_from)
 
     def _facts(self, folder: TrialFolder) -> TrialFacts:
-        """Return what a function can query about a run in that folder."""
+        """Return the facts that a function can query about a run in that folder."""
         return TrialFacts(
             folder=folder.trial,
             experiment_name=folder.experiment_name,
@@ -191,10 +191,10 @@ class BaseTrainer(ABC):
         )
 
     def as_trainable(self) -> type[Any]:
-        """Return a class for `ray.tune`. Each trial runs this trainer, with its config merged into the arguments.
+        """Return a class for `ray.tune`. Trials run this trainer with their config merged into the arguments.
 
-        `raysgd.tune.Tuner` uses it. Reports go to Tune, which also keeps the checkpoints and restarts failed trials.
-        Of the trainer's `run_config`, only the storage and `num_to_keep=0` are used.
+        `raysgd.tune.Tuner` uses this class. Reports go to Tune, which also stores the checkpoints and restarts failed
+        trials. Of the trainer's `run_config`, only the storage and `num_to_keep=0` are used.
 
         Raises:
             MissingTuneError: Ray Tune is not installed.
@@ -204,7 +204,7 @@ class BaseTrainer(ABC):
         return trainable_of(self)
 
     def __call__(self, config: Any) -> Any:
-        """Raise an error, because Ray's own `Tuner` takes every callable for a function.
+        """Raise an error, because Ray's own `Tuner` treats every callable as a function.
 
         Raises:
             TypeError: Always.
@@ -213,20 +213,20 @@ class BaseTrainer(ABC):
 
     @property
     def _name(self) -> str:
-        """Raise an error: Ray's own `Tuner` reads this name from a callable before it starts anything."""
+        """Raise an error. Ray's own `Tuner` reads this name from a callable before it starts anything."""
         raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
 
     def _check(self) -> None:
-        """Check what only `fit` needs, and what a trial of Ray Tune may therefore still set.
+        """Check the options that only `fit` needs, and that a trial of Ray Tune may therefore set later.
 
         Raises:
-            ValueError: Something is missing, or options contradict each other.
+            ValueError: An option is missing, or options contradict each other.
         """
         check_allowed(self.scaling_config, self._scaling_config_allowed_keys, type(self).__name__)
         check_is_left_to_function(self.run_config)
 
     def _train(self) -> None:
-        """Run the loop in one worker, and process its reports."""
+        """Run the loop in one worker and process its reports."""
         bundle = self.scaling_config.trainer_bundle
         needs = ScalingConfig(num_workers=1, resources_per_worker=bundle, use_gpu=bool(bundle.get("GPU")))
         assert self._job is not None, "`fit` sets it"
@@ -234,7 +234,7 @@ class BaseTrainer(ABC):
 
     @property
     def _trial_config(self) -> dict[str, Any]:
-        """The config that the results of a run include."""
+        """The config that the run's results include."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class BaseTrainer(ABC):
         """Return True if this folder contains a run that `restore` can continue.
 
         Args:
-            path: The folder of the run, or its URI.
+            path: The run's folder, or its URI.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
         """
         return restoring.can_restore(path, storage_filesystem)
@@ -256,18 +256,18 @@ class BaseTrainer(ABC):
     def restore(
         cls: type[TrainerType], path: str | Path, storage_filesystem: Any = None, **replaced: Any
     ) -> TrainerType:
-        """Return the trainer of a run that was interrupted or failed. Its `fit` continues from the last checkpoint.
+        """Return the trainer of an interrupted or failed run. Its `fit` continues from the last checkpoint.
 
-        Loading a trainer runs code that the folder names, so only restore runs that you trust.
+        Loading a trainer runs code that the folder names, so restore only runs that you trust.
 
         Args:
-            path: The folder of the run, or its URI.
+            path: The run's folder, or its URI.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
             **replaced: Arguments of the trainer to change. Datasets are not saved with a run: pass them again, under
                 the same names.
 
         Raises:
-            ValueError: There is no run, or the names of the datasets differ.
+            ValueError: The folder contains no run, or the names of the datasets differ.
         """
         trainer: TrainerType
         trainer, trainer._restored = restoring.restore(cls, path, storage_filesystem, **replaced)
@@ -284,7 +284,7 @@ class BaseTrainer(ABC):
 
 
 def _on_one_line(value: Any) -> str:
-    """Return the text of an argument: a function's name, or the class of an object that prints as a table."""
+    """Return an argument as a one-line string: a function's name, or the class of an object with a multi-line repr."""
     if isinstance(value, FunctionType):
         return value.__name__
     if isinstance(value, dict) and any("\n" in repr(each) for each in value.values()):
@@ -294,7 +294,7 @@ def _on_one_line(value: Any) -> str:
 
 
 def _run_loop(trainer: BaseTrainer) -> None:
-    """Run the loop of a trainer, in a worker."""
+    """Run a trainer's loop, in a worker."""
     trainer.setup()
     trainer.preprocess_datasets()
     trainer.training_loop()
@@ -304,10 +304,10 @@ def _run_loop(trainer: BaseTrainer) -> None:
 
 
 def checked_scaling(value: Any) -> ScalingConfig:
-    """Check a `ScalingConfig`, or make one from a dict of its fields.
+    """Check a `ScalingConfig`, or create a `ScalingConfig` from a dict of its fields.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: `value` is neither, or a field is invalid.
     """
     if isinstance(value, Mapping):
         return changed_scaling(ScalingConfig(), value)
@@ -319,7 +319,7 @@ def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> Scaling
     """Return a copy of a config with some values changed.
 
     Raises:
-        ValueError: There is no such field, or its value is not allowed.
+        ValueError: The field does not exist, or its value is invalid.
     """
     known = [each.name for each in fields(ScalingConfig)]
     for name in values:
@@ -335,7 +335,7 @@ def checked_resume(value: Any) -> Checkpoint | None:
     """Check the checkpoint that a run starts from, and return it.
 
     Raises:
-        ValueError: It is no checkpoint.
+        ValueError: `value` is not a checkpoint.
     """
     if value is None or isinstance(value, Checkpoint):
         return value
@@ -348,8 +348,8 @@ def checked_metadata(metadata: Any) -> dict[str, Any]:
     """Return the metadata of checkpoints, converted to JSON and back.
 
     Raises:
-        TypeError: It is no dict.
-        ValueError: JSON cannot hold it.
+        TypeError: `metadata` is not a dict.
+        ValueError: `metadata` cannot be represented in JSON.
     """
     through_json: dict[str, Any] = {} if metadata is None else json.loads(json.dumps(dict(checked_dict(metadata))))
     return through_json
@@ -359,7 +359,7 @@ def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: 
     """Check that a config sets only fields that the trainer uses.
 
     Raises:
-        ValueError: It sets others.
+        ValueError: The config sets other fields.
     """
     forbidden = [name for name in own_values(scaling) if name not in allowed]
     if forbidden:
@@ -370,14 +370,14 @@ def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: 
 
 
 def own_values(config: ScalingConfig) -> dict[str, Any]:
-    """Return the values of a config that differ from the defaults."""
+    """Return a config's values that differ from the defaults."""
     default = ScalingConfig()
     names = [each.name for each in fields(config)]
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def check_is_left_to_function(run_config: RunConfig) -> None:
-    """Check that saving checkpoints is left to the function.
+    """Check that the decision when to save checkpoints is left to the function.
 
     Raises:
         ValueError: `checkpoint_frequency` or `checkpoint_at_end` is set.
@@ -392,10 +392,10 @@ def check_is_left_to_function(run_config: RunConfig) -> None:
 
 
 def check_is_shared(folder: Folder) -> None:
-    """Check that workers can write to the folder of the run.
+    """Check that workers can write to the run's folder.
 
     Raises:
-        ValueError: The storage is the memory of this process.
+        ValueError: The storage is in this process's memory.
     """
     if folder.is_in_memory:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`BatchPredictor`: several workers predict over a dataset of Ray Data with the model of a checkpoint."""
+"""`BatchPredictor`: several workers predict on a Ray Data dataset with the model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["BatchPredictor"]
 
 
 class BatchPredictor:
-    """Predicts over a dataset of Ray Data. Each worker creates its predictor from the checkpoint, once.
+    """Predicts on a Ray Data dataset. Each worker creates its predictor from the checkpoint once.
 
     To predict with the workers and the model of a trainer that is still training, see `trainer.predict`.
 
     Args:
         checkpoint: The checkpoint, such as `result.checkpoint`.
-        predictor_cls: The class that predicts with its model, such as `TorchPredictor`.
-        **predictor_kwargs: Passed on to `predictor_cls.from_checkpoint`.
+        predictor_cls: The class that predicts with the checkpoint's model, such as `TorchPredictor`.
+        **predictor_kwargs: Passed to `predictor_cls.from_checkpoint`.
 
     Raises:
-        TypeError: `predictor_cls` is no `Predictor`, or `checkpoint` is no checkpoint of raysgd.
+        TypeError: `predictor_cls` is not a `Predictor`, or `checkpoint` is not a raysgd checkpoint.
 
     Examples:
         >>> from raysgd.train.torch import TorchPredictor
@@ -47,7 +47,7 @@ class BatchPredictor:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, predictor_cls: type[Predictor], **kwargs: Any) -> BatchPredictor:
-        """Return a predictor for the model of a checkpoint; see the class."""
+        """Return a predictor for a checkpoint's model; see the class."""
         return cls(checkpoint, predictor_cls, **kwargs)
 
     @classmethod
@@ -60,11 +60,11 @@ class BatchPredictor:
         return f"{type(self).__name__}(checkpoint={self._checkpoint!r}, predictor_cls={self._predictor_cls.__name__})"
 
     def get_preprocessor(self) -> Any:
-        """Return the preprocessor of the batches, at first that of the checkpoint; None if there is none."""
+        """Return the preprocessor for the batches, or None. Defaults to the checkpoint's preprocessor."""
         return self._preprocessor
 
     def set_preprocessor(self, preprocessor: Any) -> None:
-        """Set the preprocessor of the batches; None for none."""
+        """Set the preprocessor for the batches; None for no preprocessor."""
         self._preprocessor = preprocessor
 
     def predict(
@@ -85,20 +85,20 @@ class BatchPredictor:
         """Return a dataset with the predictions, which are computed when it is read.
 
         Args:
-            data: A dataset of Ray Data.
-            feature_columns: Columns that the model gets, as the preprocessor names them; None for all.
+            data: A Ray Data dataset.
+            feature_columns: Columns that the model receives, as the preprocessor names them; None for all columns.
             keep_columns: Columns of `data` to add to the predictions.
             batch_size: Number of rows to predict at once.
             min_scoring_workers: Minimum number of workers.
-            max_scoring_workers: Maximum number of workers; None for as many as there is room for.
-            num_cpus_per_worker: CPUs of each worker; None for one.
-            num_gpus_per_worker: GPUs of each worker; None for none.
+            max_scoring_workers: Maximum number of workers; None for as many as the resources allow.
+            num_cpus_per_worker: CPUs per worker; None for one CPU.
+            num_gpus_per_worker: GPUs per worker; None for no GPU.
             separate_gpu_stage: True to run the preprocessor in separate workers if the model needs GPUs.
-            ray_remote_args: Other options of Ray for the workers.
-            **predict_kwargs: Passed on to the `predict` of each predictor.
+            ray_remote_args: Other Ray options for the workers.
+            **predict_kwargs: Passed to each predictor's `predict`.
 
         Raises:
-            TypeError: `data` is no dataset of Ray Data.
+            TypeError: `data` is not a Ray Data dataset.
             ValueError: A number is out of range.
         """
         if not is_of_ray(data):
@@ -124,7 +124,7 @@ class BatchPredictor:
         )
 
     def predict_pipelined(self, data: Any, **options: Any) -> NoReturn:
-        """Raise an error: Ray Data no longer has pipelines, and `predict` already limits what is in memory at once.
+        """Raise an error: Ray Data no longer has pipelines, and `predict` already limits how much is in memory at once.
 
         Raises:
             NotImplementedError: Always.
@@ -136,19 +136,19 @@ class BatchPredictor:
 
 
 class _Scorer:
-    """Predicts in one worker of Ray Data."""
+    """Predicts in one Ray Data worker."""
 
     def __init__(
         self, checkpoint: Checkpoint, predictor_cls: type[Predictor], kwargs: Mapping[str, Any], preprocessor: Any
     ) -> None:
         self._predictor = predictor_cls.from_checkpoint(checkpoint, **kwargs)
-        self._predictor.set_preprocessor(None)  # `__call__` applies it, before it selects the columns
+        self._predictor.set_preprocessor(None)  # `__call__` applies the preprocessor before it selects the columns
         self._preprocessor = preprocessor
 
     def __call__(
         self, batch: Any, features: Sequence[str] | None, kept: Sequence[str], options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the predictions for a batch, by column."""
+        """Return the predictions for a batch by column."""
         if self._preprocessor is not None:
             batch = columns_of(self._preprocessor.transform_batch(batch))
         inputs = {name: batch[name] for name in features} if features is not None else batch

@@ -1,10 +1,10 @@
-"""Small exchanges between the workers of a function through the driver: for decisions, not for tensors."""
+"""Small collectives between a function's workers through the driver. Use them for decisions, not for tensors."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-from raysgd.air._running import helper_session
+from raysgd.air._running_function import helper_session
 from raysgd.train._worker.messages import BROADCAST
 
 __all__ = ["barrier", "broadcast_from_rank_zero"]
@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 
 def broadcast_from_rank_zero(data: T) -> T:
-    """Return rank 0's value on all workers. All of them must call this; it waits for the last one.
+    """Return rank 0's value on all workers. All workers must call this function, and it blocks until they have.
 
     Raises:
-        TypeError: It cannot be pickled.
+        TypeError: The value cannot be pickled.
     """
     found: T = helper_session().ask(BROADCAST, data)
     return found
 
 
 def barrier() -> None:
-    """Wait until all workers have called this."""
+    """Wait until all workers have called this function."""
     helper_session().ask(BROADCAST)

@@ -16,7 +16,7 @@ from raysgd.air.constants import WILDCARD_KEY as WILDCARD_KEY
 
 BASIC_AUTOFILLED_KEYS = {TIMESTAMP, TIME_THIS_ITER_S, TRAINING_ITERATION}
 
-# Keys that reports also have if `ENABLE_DETAILED_AUTOFILLED_METRICS_ENV` is set to 1.
+# Additional keys in reports if `ENABLE_DETAILED_AUTOFILLED_METRICS_ENV` is set to 1.
 DATE = "_date"
 HOSTNAME = "_hostname"
 NODE_IP = "_node_ip"
@@ -24,7 +24,7 @@ PID = "_pid"
 TIME_TOTAL_S = "_time_total_s"
 DETAILED_AUTOFILLED_KEYS = {DATE, HOSTNAME, NODE_IP, PID, TIME_TOTAL_S}
 
-# Keys that belong to one callback and are hidden from the others.
+# Keys that belong to one callback and are hidden from other callbacks.
 PYTORCH_PROFILER_KEY = "_train_torch_profiler"
 ALL_RESERVED_KEYS = {PYTORCH_PROFILER_KEY}
 
@@ -36,22 +36,22 @@ TUNE_CHECKPOINT_ID = "_current_checkpoint_id"
 RESULT_FETCH_TIMEOUT = 0.2  # the old library's polling interval in seconds; unused, since results are pushed
 SESSION_MISUSE_LOG_ONCE_KEY = "train_warn_session_misuse"
 
-# Environment variables of the driver, read when a trainer is created.
+# Environment variables that the driver reads when a trainer is created.
 ENABLE_DETAILED_AUTOFILLED_METRICS_ENV = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV = "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"
 TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV = "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
 TRAIN_ENABLE_WORKER_SPREAD_ENV = "TRAIN_ENABLE_WORKER_SPREAD"
-_FIRST_NAMES = {  # names that two of them had in `ray.util.sgd.v2`
+_FIRST_NAMES = {  # names that two of these variables had in `ray.util.sgd.v2`
     ENABLE_DETAILED_AUTOFILLED_METRICS_ENV: "SGD_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS",
     ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV: "SGD_ENABLE_SHARE_CUDA_VISIBLE_DEVICES",
 }
 
 
 def env_integer(name: str, default: int) -> int:
-    """Return the value of an environment variable, or of its former name, or `default` if neither is set.
+    """Return the integer in an environment variable or in its former name. Return `default` if neither is set.
 
     Raises:
-        ValueError: The value is no integer.
+        ValueError: The value is not an integer.
     """
     if name not in os.environ:
         name = _FIRST_NAMES.get(name, name)

@@ -1,6 +1,6 @@
-"""`DataParallelTrainer`: `fit` runs a function on several workers at once, each with its part of the data.
+"""`DataParallelTrainer`: `fit` runs a function on several workers at once, each with its shard of the data.
 
-The trainers for PyTorch, TensorFlow and Horovod set how the workers are connected. Import them from
+The trainers for PyTorch, TensorFlow and Horovod determine how the workers are connected. Import them from
 `raysgd.train.torch`, `raysgd.train.tensorflow` and `raysgd.train.horovod`.
 """
 
@@ -30,34 +30,34 @@ __all__ = ["DataParallelTrainer", "HorovodTrainer", "TensorflowTrainer", "TorchT
 
 
 class DataParallelTrainer(BaseTrainer):
-    """Runs a function on several workers, and collects its reports in a `Result`.
+    """Runs a function on several workers and collects its reports in a `Result`.
 
     Every worker calls `raysgd.train.report(metrics, checkpoint=...)` the same number of times. The metrics of rank 0
-    are the results. If the function fails, or a worker is lost, the run fails; with `FailureConfig(max_failures=3)` it
-    restarts from its newest checkpoint, up to three times.
+    are the results. If the function fails or a worker is lost, the run fails. With `FailureConfig(max_failures=3)` it
+    restarts from its newest checkpoint up to three times.
 
-    To make a trainer with your own loop, derive from this class and pass the loop to `super().__init__`. To connect
-    the workers in another way, pass your own `BackendConfig`.
+    To build a trainer with your own loop, derive from this class and pass the loop to `super().__init__`. To connect
+    the workers differently, pass your own `BackendConfig`.
 
     Args:
-        train_loop_per_worker: The function. It takes no argument, or one, `train_loop_config`. Its return value on
+        train_loop_per_worker: The function. It takes either no argument or `train_loop_config`. Its return value on
             rank 0 becomes `Result.return_value`, if it is plain data.
-        train_loop_config: The argument of the function.
-        backend_config: Connection of the workers. Default: not at all.
-        scaling_config: Number and resources of the workers. With `num_workers=(least, most)` the run starts with as
-            many as there is room for, continues with the remaining ones after a failure, and grows again after a
-            checkpoint.
-        dataset_config: Who gets which data: a `DataConfig`, or a dict of `DatasetConfig`. By default "train" is
-            divided, and every worker gets all of the other datasets.
-        run_config: Options of the run: where it writes, which checkpoints it keeps, and when it stops.
-        datasets: Datasets by name, or functions that return one; see `raysgd.train.get_dataset_shard`.
-        metadata: A dict that can be stored as JSON, added to each checkpoint.
+        train_loop_config: The function's argument.
+        backend_config: How to connect the workers. Default: the workers are not connected.
+        scaling_config: Number and resources of the workers. With `num_workers=(least, most)`, the run starts with as
+            many workers as the resources allow, continues with the remaining workers after a failure, and grows again
+            after a checkpoint.
+        dataset_config: Which worker gets which data: a `DataConfig`, or a dict of `DatasetConfig`. By default, "train"
+            is sharded, and every worker gets the other datasets in full.
+        run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
+        datasets: Datasets by name, or functions that return a dataset; see `raysgd.train.get_dataset_shard`.
+        metadata: A JSON-serializable dict that is added to each checkpoint.
         preprocessor: Fit on the datasets and applied to them before the function starts.
-        resume_from_checkpoint: The first value of `raysgd.train.get_checkpoint`.
+        resume_from_checkpoint: The checkpoint that `raysgd.train.get_checkpoint` returns at first.
         detached: A name, to let `fit` outlive this program; see `BaseTrainer`.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. Nothing was started.
+        ValueError, TypeError: An argument is invalid. Nothing was started.
 
     Examples:
         >>> from raysgd import train
@@ -126,11 +126,11 @@ class DataParallelTrainer(BaseTrainer):
         return copy(self._data_config)
 
     def preprocess_datasets(self) -> None:
-        """Prepare the datasets: call functions, apply the preprocessor. Call super if you override it."""
+        """Prepare the datasets: call dataset functions and apply the preprocessor. Call `super` if you override it."""
         self.datasets = prepared(self.datasets, self.preprocessor, self._data_config)
 
     def training_loop(self) -> None:
-        """Run the function on the workers, and process its reports. Call super if you override it."""
+        """Run the function on the workers and process its reports. Call `super` if you override it."""
         function = without_arguments(self._loop, self._loop_config)
         assert self._job is not None, "`fit` sets it"
         run = FitRun(
@@ -154,20 +154,20 @@ class DataParallelTrainer(BaseTrainer):
         storage_filesystem: Any = None,
         **replaced: Any,
     ) -> TrainerType:
-        """Return the trainer of a run that was interrupted or failed. Its `fit` continues from the last checkpoint.
+        """Return the trainer of an interrupted or failed run. Its `fit` continues from the last checkpoint.
 
-        Loading a trainer runs code that the folder names, so only restore runs that you trust.
+        Loading a trainer runs code that the folder names, so restore only runs that you trust.
 
         Args:
-            path: The folder of the run, or its URI.
-            train_loop_per_worker: Another function; None for that of the run.
-            train_loop_config: Another argument of the function; None for that of the run.
+            path: The run's folder, or its URI.
+            train_loop_per_worker: A new function; None for the run's function.
+            train_loop_config: A new argument for the function; None for the run's argument.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
             **replaced: Other arguments of the trainer to change. Datasets are not saved with a run: pass them again,
                 under the same names.
 
         Raises:
-            ValueError: There is no run, or the names of the datasets differ.
+            ValueError: The folder contains no run, or the names of the datasets differ.
         """
         replaced |= {"train_loop_per_worker": train_loop_per_worker, "train_loop_config": train_loop_config}
         return super().restore(path, storage_filesystem, **replaced)
@@ -191,7 +191,7 @@ class DataParallelTrainer(BaseTrainer):
 
 
 class FurtherOptions(TypedDict, total=False):
-    """The arguments of `DataParallelTrainer` that these trainers pass on."""
+    """The arguments that the trainers below pass on to `DataParallelTrainer`."""
 
     scaling_config: ScalingConfig | None
     dataset_config: Any
@@ -204,22 +204,22 @@ class FurtherOptions(TypedDict, total=False):
 
 
 class TorchTrainer(DataParallelTrainer):
-    """Runs a function on several workers that are connected by a process group of `torch.distributed`.
+    """Runs a function on several workers that are connected by a `torch.distributed` process group.
 
-    This is not `raysgd.TorchTrainer`. Here you write the training loop as a function, and `fit` runs it once. There you
-    write an operator, a class with a training step, and call the trainer as often as you like while the workers stay
-    alive. `docs/train.md` compares the two.
+    This is not `raysgd.TorchTrainer`. Here you write the training loop as a function, and `fit` runs it once. There
+    you write an operator, a class with a training step, and call the trainer as often as you like while the workers
+    stay alive. `docs/train.md` compares the two.
 
     Args:
-        train_loop_per_worker: The function. It prepares its model and loader for several workers by `prepare_model`
-            and `prepare_data_loader` of `raysgd.train.torch`.
-        train_loop_config: The argument of the function.
-        torch_config: Connection of the workers. Default: NCCL if each has a GPU, else gloo.
-        torch_backend: Another name of `torch_config`, from the guide of the old library.
+        train_loop_per_worker: The function. It prepares its model and loader for several workers with `prepare_model`
+            and `prepare_data_loader` from `raysgd.train.torch`.
+        train_loop_config: The function's argument.
+        torch_config: How to connect the workers. Default: NCCL if each worker has a GPU, else gloo.
+        torch_backend: Alias of `torch_config`, from the guide of the old library.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. Nothing was started.
+        ValueError, TypeError: An argument is invalid. Nothing was started.
 
     Examples:
         >>> from raysgd import train
@@ -256,13 +256,13 @@ class TensorflowTrainer(DataParallelTrainer):
 
     Args:
         train_loop_per_worker: The function.
-        train_loop_config: The argument of the function.
-        tensorflow_config: Connection of the workers.
-        tensorflow_backend: Another name of `tensorflow_config`, from the guide of the old library.
+        train_loop_config: The function's argument.
+        tensorflow_config: How to connect the workers.
+        tensorflow_backend: Alias of `tensorflow_config`, from the guide of the old library.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. Nothing was started.
+        ValueError, TypeError: An argument is invalid. Nothing was started.
     """
 
     def __init__(
@@ -279,16 +279,16 @@ class TensorflowTrainer(DataParallelTrainer):
 
 
 class HorovodTrainer(DataParallelTrainer):
-    """Runs a function on several workers that Horovod connects. It is initialized when the function starts.
+    """Runs a function on several workers that Horovod connects. Horovod is initialized before the function runs.
 
     Args:
         train_loop_per_worker: The function.
-        train_loop_config: The argument of the function.
-        horovod_config: Connection of the workers.
+        train_loop_config: The function's argument.
+        horovod_config: How to connect the workers.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. Nothing was started.
+        ValueError, TypeError: An argument is invalid. Nothing was started.
     """
 
     def __init__(
@@ -304,10 +304,10 @@ class HorovodTrainer(DataParallelTrainer):
 
 
 def _chosen(framework: str, **configs: BackendConfig | None) -> BackendConfig:
-    """Return the framework's config, which may be passed under several names, or a new one if none was passed.
+    """Return the framework's config, which may be passed under several names, or a default config if none was passed.
 
     Raises:
-        ValueError: Two were passed, or one of another framework.
+        ValueError: Two configs were passed, or a config of another framework.
     """
     given = {name: config for name, config in configs.items() if config is not None}
     if len(given) > 1:

@@ -1,4 +1,4 @@
-"""Errors of training functions, where the old library had them."""
+"""Errors of training functions, under the path that the old library used."""
 
 from __future__ import annotations
 

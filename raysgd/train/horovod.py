@@ -1,7 +1,7 @@
 """Horovod in training functions, on the trainer's own workers, without `mpirun` and ssh.
 
-Horovod is initialized before the function starts, so an `hvd.init()` in the function does no harm. After a failure all
-workers are new processes with a new Horovod.
+Horovod is initialized before the function starts, so calling `hvd.init()` in the function is harmless. After a failure,
+all workers are new processes that initialize Horovod again.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ lazy_names(__name__, {"HorovodTrainer": "raysgd.train.data_parallel_trainer"})
 
 @dataclass
 class HorovodConfig(BackendConfig):
-    """Connects the workers, even a single one, with Horovod and Gloo.
+    """Connects the workers, even a single worker, with Horovod and Gloo.
 
-    Options for ssh and Horovod's own launcher are kept only for programs that set or read them. Nothing here uses ssh,
+    Options for ssh and Horovod's own launcher exist only for programs that set or read them. raysgd does not use ssh,
     because Ray starts the workers.
 
     Attributes:
-        nics: The network interface to use, or several, of which each node uses the first in alphabetical order that it
-            has. Default: the one through which the worker of rank 0 is reached.
+        nics: The network interfaces to use. If you pass several, each node uses the alphabetically first interface
+            that it has. Default: the interface through which rank 0's worker is reached.
         verbose: Not used.
         key: Not used; generated if it is None.
         ssh_port: Not used.
         ssh_identity_file: File to write `ssh_str` to, readable only by its owner, unless the file exists.
         ssh_str: A private key.
-        timeout_s: How long the workers wait for each other at the start.
+        timeout_s: How long the workers wait for each other at startup.
         placement_group_timeout_s: Not used; see `TRAIN_PLACEMENT_GROUP_TIMEOUT_S`.
     """
 
@@ -66,7 +66,7 @@ class HorovodConfig(BackendConfig):
 
     @property
     def start_timeout(self) -> Any:
-        """Horovod's own object for `timeout_s`. Its time starts when you read this property."""
+        """Horovod's own timeout object for `timeout_s`. Its time starts when you read this property."""
         from horovod.runner.common.util.timeout import Timeout
 
         return Timeout(self.timeout_s, message="Horovod waited for {activity} for longer than {timeout} s.")

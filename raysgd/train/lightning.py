@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` in a function that `fit` runs: strategies for the run's workers, a report after each epoch."""
+"""Lightning's `Trainer` in a function that `fit` runs: strategies for the run's workers, reports after each epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def _imported(module: str) -> Any:
-    """Return a module of the Lightning package that the program uses: the two packages have separate classes."""
+    """Return a module from the Lightning package that the program uses. The two packages have separate classes."""
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         return importlib.import_module(f"pytorch_lightning.{module}")
     require("lightning", extra="lightning", purpose="`raysgd.train.lightning`")
@@ -40,7 +40,7 @@ _Callback: Any = _imported("callbacks").Callback
 
 
 class _PlaceOfWorker:
-    """Gives a strategy the device and rank of this worker."""
+    """Gives a strategy this worker's device and rank."""
 
     @property
     def root_device(self) -> Any:
@@ -52,15 +52,15 @@ class _PlaceOfWorker:
 
 
 class RayDDPStrategy(_PlaceOfWorker, _DDPStrategy):
-    """`DDPStrategy` over the workers of the run, with the same arguments."""
+    """`DDPStrategy` over the run's workers, with the same arguments."""
 
 
 class RayFSDPStrategy(_PlaceOfWorker, _FSDPStrategy):
-    """`FSDPStrategy` over the workers of the run, with the same arguments."""
+    """`FSDPStrategy` over the run's workers, with the same arguments."""
 
 
 class RayLightningEnvironment(_Environment):
-    """Tells Lightning that the workers already run, and the rank of this one."""
+    """Tells Lightning that the workers are already running, and this worker's rank."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -75,7 +75,7 @@ class RayLightningEnvironment(_Environment):
         return session.world_rank()
 
     def local_rank(self) -> int:
-        """Return this worker's rank among those on its node."""
+        """Return this worker's rank among the workers on its node."""
         return session.local_rank()
 
     def node_rank(self) -> int:
@@ -83,13 +83,13 @@ class RayLightningEnvironment(_Environment):
         return session.get_node_rank()
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the run sets the number of workers."""
+        """Do nothing, because the run sets the number of workers."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the run sets the rank."""
+        """Do nothing, because the run sets the rank."""
 
     def teardown(self) -> None:
-        """Do nothing: the run continues."""
+        """Do nothing, because the run continues."""
 
 
 class RayTrainReportCallback(_Callback):
@@ -97,7 +97,7 @@ class RayTrainReportCallback(_Callback):
 
     Args:
         checkpoint_upload_mode: `CheckpointUploadMode.SYNC` or `ASYNC`; None for `SYNC`. See `raysgd.train.report`.
-        validation: Must be False: Lightning's own loop validates.
+        validation: Must be False, because Lightning's own loop validates.
     """
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
@@ -106,16 +106,16 @@ class RayTrainReportCallback(_Callback):
         super().__init__()
         mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
         self._options = {"checkpoint_upload_mode": mode, "validation": validation}
-        UploadOptions(**self._options)  # checks them
+        UploadOptions(**self._options)  # validates the options
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Report on all ranks, because all of them save."""
+        """Report on all ranks, because all ranks take part in saving."""
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         folder = tempfile.mkdtemp(prefix="raysgd-lightning-")
         try:
             trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME).as_posix(), weights_only=False)
-            has_files = any(Path(folder).iterdir())  # only on rank 0, unless the model is divided
+            has_files = any(Path(folder).iterdir())  # only on rank 0, unless the model is sharded
             if has_files:
                 session.report(metrics, checkpoint=Checkpoint.from_directory(folder), **self._options)
             else:
@@ -127,10 +127,10 @@ class RayTrainReportCallback(_Callback):
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Check that Lightning's `Trainer` can train on the workers of the run, and return it.
+    """Check that Lightning's `Trainer` can train on the run's workers, and return it.
 
     Raises:
-        RuntimeError: Its strategy or environment would start other processes.
+        RuntimeError: The trainer's strategy or environment would start other processes.
     """
     allowed = (RayDDPStrategy, RayFSDPStrategy)
     if not isinstance(trainer.strategy, allowed):

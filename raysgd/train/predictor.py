@@ -1,4 +1,4 @@
-"""`Predictor`: a trained model and the preprocessor of its inputs, for batches in any format."""
+"""`Predictor`: a trained model and the preprocessor for its inputs. Accepts batches in any format."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from raysgd.core.arrays.ray_batches import stacked
 __all__ = ["Predictor", "PredictorNotSerializableException"]
 
 PREDICTIONS = "predictions"
-"""Name of the column of a model with a single output."""
+"""Column name for the output of a model with a single output."""
 
 _TENSOR = "__value__"
-"""Name of the column for an array without one; the name is that of Ray Data."""
+"""Column name for an array that has no name. Ray Data uses the same name."""
 
 
 class PredictorNotSerializableException(RuntimeError):
@@ -27,11 +27,11 @@ class PredictorNotSerializableException(RuntimeError):
 class Predictor(ABC):
     """Predicts batch by batch with the model of a checkpoint.
 
-    Override `from_checkpoint`, and either `_predict_pandas`, from a data frame to a data frame, or `_predict_numpy`,
-    from arrays to arrays.
+    Override `from_checkpoint`, and either `_predict_pandas`, which maps a data frame to a data frame, or
+    `_predict_numpy`, which maps arrays to arrays.
 
     Args:
-        preprocessor: A preprocessor of Ray Data for the batches; None for none.
+        preprocessor: A Ray Data preprocessor for the batches, or None.
     """
 
     def __init__(self, preprocessor: Any = None) -> None:
@@ -40,7 +40,7 @@ class Predictor(ABC):
     @classmethod
     @abstractmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, **kwargs: Any) -> Predictor:
-        """Return a predictor with the model of a checkpoint."""
+        """Return a predictor for the model in a checkpoint."""
 
     @classmethod
     def from_pandas_udf(cls, pandas_udf: Callable[[Any], Any]) -> Predictor:
@@ -48,11 +48,11 @@ class Predictor(ABC):
         return FunctionPredictor(pandas_udf)
 
     def get_preprocessor(self) -> Any:
-        """Return the preprocessor, or None if there is none."""
+        """Return the preprocessor, or None if no preprocessor is set."""
         return self._preprocessor
 
     def set_preprocessor(self, preprocessor: Any) -> None:
-        """Set the preprocessor; None for none."""
+        """Set the preprocessor; None for no preprocessor."""
         self._preprocessor = preprocessor
 
     def predict(self, data: Any, **kwargs: Any) -> Any:
@@ -60,11 +60,11 @@ class Predictor(ABC):
 
         Args:
             data: A NumPy array, a dict of arrays, a pandas data frame, or a PyArrow table.
-            **kwargs: Passed on to `_predict_pandas` or `_predict_numpy`.
+            **kwargs: Passed to `_predict_pandas` or `_predict_numpy`.
 
         Raises:
             TypeError: The data has another format.
-            NotImplementedError: The class overrides neither of these methods.
+            NotImplementedError: The class overrides neither `_predict_pandas` nor `_predict_numpy`.
         """
         columns = columns_of(data)
         if self._preprocessor is not None:
@@ -94,14 +94,14 @@ class Predictor(ABC):
 
 
 class TensorPredictor(Predictor):
-    """Calls a model with tensors. Base class of the predictors of PyTorch and TensorFlow.
+    """Calls a model with tensors. Base class of the predictors for PyTorch and TensorFlow.
 
-    A batch with one column is passed to the model as a tensor, a batch with several as a dict of tensors. Override
-    `call_model` if just calling the model is not enough.
+    A batch with one column is passed to the model as a tensor, a batch with several columns as a dict of tensors.
+    Override `call_model` if calling the model is not enough.
     """
 
     def predict(self, data: Any, dtype: Any = None) -> Any:  # type: ignore[override]  # it names its only option
-        """Return the predictions for a batch, in its own format. A single output is named `predictions`.
+        """Return the predictions for a batch, in the same format as the batch. A single output is named `predictions`.
 
         Args:
             data: A NumPy array, a dict of arrays, a pandas data frame, or a PyArrow table.
@@ -112,11 +112,11 @@ class TensorPredictor(Predictor):
 
     @abstractmethod
     def call_model(self, inputs: Any) -> Any:
-        """Return the model's output: a tensor, a dict of tensors, or a data frame of your own. Safe to override."""
+        """Return the model's output: a tensor, a dict of tensors, or your own data frame. Can be overridden safely."""
 
     @abstractmethod
     def _tensor(self, values: Any, dtype: Any) -> Any:
-        """Convert an array to a tensor on the device of the model."""
+        """Convert an array to a tensor on the model's device."""
 
     @abstractmethod
     def _array(self, tensor: Any) -> Any:
@@ -145,8 +145,8 @@ class FunctionPredictor(Predictor):
     """Predicts by applying a function to data frames.
 
     Args:
-        function: The function; it returns a data frame.
-        preprocessor: The preprocessor of the batches.
+        function: The function, which returns a data frame.
+        preprocessor: The preprocessor for the batches.
     """
 
     def __init__(self, function: Callable[[Any], Any], preprocessor: Any = None) -> None:
@@ -155,7 +155,7 @@ class FunctionPredictor(Predictor):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint | None, **kwargs: Any) -> FunctionPredictor:
-        """Return a predictor that applies a function, with the preprocessor of a checkpoint if there is one."""
+        """Return a predictor that applies a function. It uses the checkpoint's preprocessor, if there is one."""
         return cls(kwargs["function"], checkpoint.get_preprocessor() if checkpoint is not None else None)
 
     def _predict_pandas(self, data: Any, **kwargs: Any) -> Any:
@@ -167,16 +167,16 @@ def columns_of(data: Any, name: str = _TENSOR) -> dict[str, Any]:
 
     Args:
         data: The batch.
-        name: Name for an array without one.
+        name: Column name for an array that has no name.
 
     Raises:
-        TypeError: It is no batch.
+        TypeError: `data` is not in a batch format.
     """
     if isinstance(data, np.ndarray):
         return {name: data}
     if isinstance(data, Mapping):
         return {key: stacked(values) for key, values in data.items()}
-    data = data.to_pandas() if hasattr(data, "to_pandas") else data  # a table of PyArrow
+    data = data.to_pandas() if hasattr(data, "to_pandas") else data  # a PyArrow table
     if not hasattr(data, "columns"):
         raise TypeError(
             f"`data={data!r:.200}`: need an array of NumPy, a dict of arrays, a data frame or a table of PyArrow."

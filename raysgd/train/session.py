@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from raysgd.air import session as of_air
-from raysgd.air._running import current_session, place, session_or_warning
+from raysgd.air._running_function import current_session, place, session_or_warning
 from raysgd.air.reports import PreemptionInfo
 from raysgd.air.session import *  # noqa: F403 - this module offers all of its names too
 from raysgd.air.session import TrainContext, get_context

@@ -1,6 +1,7 @@
 """TensorFlow in training functions: `TF_CONFIG` for its strategies, shards of Ray Data, and a predictor.
 
-After a failure all workers are new processes with a new `TF_CONFIG`, because `MultiWorkerMirroredStrategy` needs that.
+After a failure, all workers are new processes with a new `TF_CONFIG`, because `MultiWorkerMirroredStrategy` requires
+it.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class TensorflowConfig(BackendConfig):
 
 
 class TensorflowBackend(Backend):
-    """Sets `TF_CONFIG`, which TensorFlow's strategies read, in every worker, even a single one.
+    """Sets `TF_CONFIG`, which TensorFlow's strategies read, in every worker, even a single worker.
 
-    Workers use the Keras version that the driver selected by `TF_USE_LEGACY_KERAS` or `KERAS_BACKEND`.
+    Workers use the Keras version that the driver selected with `TF_USE_LEGACY_KERAS` or `KERAS_BACKEND`.
     """
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
@@ -79,17 +80,17 @@ def set_variables(variables: dict[str, str]) -> None:
 
 
 class TensorflowPredictor(TensorPredictor):
-    """Predicts with a Keras model. Override `call_model` if just calling the model is not enough.
+    """Predicts with a Keras model. Override `call_model` if calling the model is not enough.
 
     Args:
         model_definition: A function or class that creates the model; or the model itself.
-        preprocessor: A preprocessor of Ray Data for the batches; None for none.
-        model_weights: The result of the model's `get_weights`; None to keep the model's weights.
+        preprocessor: A Ray Data preprocessor for the batches, or None.
+        model_weights: The result of the model's `get_weights`; None to leave the model's weights unchanged.
         use_gpu: True to create the model on the first GPU.
-        model: Another name of `model_definition`, from later versions of Ray.
+        model: Alias of `model_definition`, from later versions of Ray.
 
     Raises:
-        RuntimeError: `use_gpu=True`, but TensorFlow sees no GPU.
+        RuntimeError: `use_gpu=True`, but TensorFlow does not detect a GPU.
     """
 
     def __init__(
@@ -118,11 +119,11 @@ class TensorflowPredictor(TensorPredictor):
     def from_checkpoint(  # type: ignore[override]  # each subclass takes its own arguments
         cls, checkpoint: Checkpoint, model_definition: Callable[[], Any] | Any, use_gpu: bool = False
     ) -> TensorflowPredictor:
-        """Return a predictor with the weights of a checkpoint.
+        """Return a predictor with a checkpoint's weights.
 
         Args:
-            checkpoint: A checkpoint with the key `model`, as `TensorflowCheckpoint` makes it.
-            model_definition: A function or class that creates the model; or a model.
+            checkpoint: A checkpoint with the key `model`, such as a `TensorflowCheckpoint`.
+            model_definition: A function or class that creates the model; or the model itself.
             use_gpu: See the class.
 
         Raises:
@@ -132,7 +133,7 @@ class TensorflowPredictor(TensorPredictor):
         return cls(model_definition, saved.get_preprocessor(), saved.get_model_weights(), use_gpu)
 
     def call_model(self, inputs: Any) -> Any:
-        """Return the model's output: a tensor, a dict of tensors, or a data frame of your own. Safe to override."""
+        """Return the model's output: a tensor, a dict of tensors, or your own data frame. Can be overridden safely."""
         return self._model(inputs, training=False)
 
     def _predict_numpy(self, data: Any, dtype: Any = None, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """PyTorch in training functions: the process group, and helpers for models, loaders, optimizers and mixed precision.
 
 Call the helpers inside a function that a trainer runs. They prepare your objects for several workers, and leave them
-unchanged for one.
+unchanged for a single worker.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raysgd.air._running import helper_session
+from raysgd.air._running_function import helper_session
 from raysgd.core.files import check_local
 from raysgd.core.imports import lazy_names
 from raysgd.train._torch.checkpoint import TorchCheckpoint, TorchPredictor
@@ -60,7 +60,7 @@ lazy_names(__name__, {"TorchTrainer": "raysgd.train.data_parallel_trainer"})
 
 
 class TorchWorkerProfiler:
-    """Collects traces of `torch.profiler` in a worker, for `TorchTensorboardProfilerCallback` in the driver.
+    """Collects `torch.profiler` traces in a worker, for `TorchTensorboardProfilerCallback` in the driver.
 
     Args:
         trace_dir: Folder for traces on the worker's machine. Default: a temporary folder.
@@ -81,6 +81,6 @@ class TorchWorkerProfiler:
         self._names.append(name)
 
     def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
-        """Return the new traces. Report them: `report(**profiler.get_and_clear_profile_traces())`."""
+        """Return the new traces. Report them with `report(**profiler.get_and_clear_profile_traces())`."""
         names, self._names = self._names, []
         return {PYTORCH_PROFILER_KEY: [(name, (self.trace_dir / name).read_text()) for name in names]}

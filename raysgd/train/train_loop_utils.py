@@ -1,4 +1,4 @@
-"""The functions of `raysgd.train.session`, under the former path of those that take keywords in Ray 2.0."""
+"""The functions of `raysgd.train.session`, under the path that Ray 2.0 used for the functions that take keywords."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def construct_path(path: str | Path, parent: str | Path) -> Path:
-    """Return `path` as an absolute path: a relative one is under `parent`, and `~` is the home folder.
+    """Return `path` as an absolute path. A relative path is under `parent`, and `~` is the home folder.
 
     >>> construct_path("a", "/b").as_posix()
     '/b/a'
@@ -29,7 +29,7 @@ def in_thread(function: Callable[[], None], name: str) -> Future[None]:
         try:
             function()
             future.set_result(None)
-        except BaseException as error:  # passed on to whoever waits
+        except BaseException as error:  # passed on to the code that waits for the future
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -37,7 +37,7 @@ def in_thread(function: Callable[[], None], name: str) -> Future[None]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function, except keywords with a default, also one from `functools.partial`."""
+    """Return a function's parameters. Omit keyword-only parameters with a default, even one from `partial`."""
     return [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -48,17 +48,17 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def without_arguments(
     function: Callable[..., Any], config: Any, name: str = "train_func", config_name: str = "config"
 ) -> Callable[[], Any]:
-    """Return the function with its argument bound: `config` if it takes one parameter, nothing if it takes none.
+    """Return the function as a callable without arguments. If it takes one parameter, `config` is bound to it.
 
     Args:
         function: The function.
-        config: Its argument; None for an empty dict.
-        name: The option with the function, for errors.
-        config_name: The option with its argument, for errors.
+        config: The function's argument; None for an empty dict.
+        name: Name of the option that holds the function, for error messages.
+        config_name: Name of the option that holds the argument, for error messages.
 
     Raises:
-        TypeError: It is not callable, or takes its parameter only by name.
-        ValueError: It takes more than one parameter.
+        TypeError: `function` is not callable, or takes its parameter only by name.
+        ValueError: `function` takes more than one parameter.
     """
     if not callable(function):
         raise TypeError(f"`{name}={function!r}`: need a function that takes no argument, or one, `{config_name}`.")

@@ -1,4 +1,4 @@
-"""Workers as developers and plug-ins see them: run functions on all of them or on one, use objects through handles.
+"""Workers as seen by developers and plug-ins: run functions on all workers or one worker, use objects through handles.
 
 A thin layer over the engine's groups. Nothing is retried here.
 """
@@ -34,7 +34,7 @@ _RELEASE_S = 30.0
 
 @dataclass(frozen=True)
 class WorkerMetadata:
-    """Node, host and GPUs of a worker."""
+    """A worker's node, host and GPUs."""
 
     node_id: str
     node_ip: str
@@ -43,7 +43,7 @@ class WorkerMetadata:
 
 
 class LostDuringCallError(TrainingWorkerError):
-    """A worker died while it ran a function."""
+    """A worker died while it was running a function."""
 
     def __init__(self, report: GroupReport) -> None:
         super().__init__(report)
@@ -59,8 +59,8 @@ class WorkerHandle:
     """Represents the object in a worker: `handle.method.remote(...)` returns a Ray reference to the result.
 
     Attributes:
-        ray_actor: Ray's own handle of the worker's process, such as for `ray.kill`. Its methods are those of the
-            worker, not those of the object.
+        ray_actor: Ray's actor handle of the worker's process, for example for `ray.kill`. It has the methods of the
+            worker, not the methods of the object.
     """
 
     group: EngineGroup
@@ -75,13 +75,13 @@ class WorkerHandle:
 
 @dataclass(frozen=True)
 class RemoteMethod:
-    """One method of the object in a worker: `handle.method`."""
+    """A method of the object in a worker: `handle.method`."""
 
     handle: WorkerHandle
     name: str
 
     def __call__(self) -> None:
-        """End the worker's process at once, whatever it is doing, as `ray.kill` does: `handle.kill()`.
+        """Stop the worker's process immediately, even during a call, as `ray.kill` does: `handle.kill()`.
 
         Raises:
             TypeError: The method is not `kill`.
@@ -93,24 +93,24 @@ class RemoteMethod:
         ray.kill(self.handle.ray_actor)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the method and return a Ray reference to its result. If the worker dies, `ray.get` of it raises.
+        """Start the method and return a Ray reference to its result. If the worker dies, `ray.get` on it raises.
 
         Raises:
-            InactiveWorkerGroupError: The workers were ended or replaced after the handle was created.
+            InactiveWorkerGroupError: The workers were stopped or replaced after the handle was created.
         """
         group, rank = self.handle.group, self.handle.rank
         if group.is_ended:
             raise InactiveWorkerGroupError(
                 f"The worker of rank {rank} that this handle belongs to has stopped: get a new handle, `group[{rank}]`."
             )
-        if self.name.endswith("__execute"):  # the name that the old library's mixed-in classes use
+        if self.name.endswith("__execute"):  # the method name that the old library's mixed-in classes use
             return group.submit(rank, "execute", *args, **kwargs)
         return group.submit(rank, "host", FunctionReplica.call_object, self.name, *args, **kwargs)
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker: its handle, and the node that it runs on."""
+    """A worker: its handle, and the node that it runs on."""
 
     actor: WorkerHandle
     metadata: WorkerMetadata
@@ -121,19 +121,20 @@ class WorkerGroup:
 
     Args:
         num_workers: Number of workers to start.
-        num_cpus_per_worker: CPUs for each.
-        num_gpus_per_worker: GPUs for each.
-        additional_resources_per_worker: Other resources for each.
-        actor_cls: Class of an object that every worker creates, and that you use through its handle.
-        actor_cls_args: Arguments of the class.
-        actor_cls_kwargs: Keyword arguments of the class.
-        placement_group: Source of their resources: your own placement group, with room for all; "default" for the one
-            that this process is in, else a new one; None for a new one in any case.
+        num_cpus_per_worker: CPUs per worker.
+        num_gpus_per_worker: GPUs per worker.
+        additional_resources_per_worker: Other resources per worker.
+        actor_cls: Class of an object that every worker creates. You use the object through its handle.
+        actor_cls_args: Positional arguments for the class.
+        actor_cls_kwargs: Keyword arguments for the class.
+        placement_group: Source of the resources. Your own placement group, with enough resources for all workers;
+            "default" for the placement group of this process if it has one, else a new placement group; None to
+            always create a new placement group.
 
     Raises:
-        ValueError: The number of workers is not positive, a resource is negative, or there are arguments without a
+        ValueError: The number of workers is not positive, a resource is negative, or arguments were passed without a
             class.
-        ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
+        ReservationTimeoutError: The cluster did not grant the resources. This is also a `TimeoutError`.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class WorkerGroup:
 
     @classmethod
     def over(cls, group: EngineGroup, resources: Resources) -> WorkerGroup:
-        """Return an object for a group that an executor started and will stop."""
+        """Return a `WorkerGroup` over an engine group that an executor started and will stop."""
         face = cls.__new__(cls)
         face.num_workers = len(group)
         face.num_cpus_per_worker = resources.num_cpus
@@ -191,7 +192,7 @@ class WorkerGroup:
         self.add_workers(self.num_workers)
 
     def add_workers(self, num_workers: int) -> None:
-        """Start more workers, with indexes after the present ones.
+        """Start more workers, with indexes after the existing workers.
 
         Raises:
             ValueError: Your placement group does not have enough bundles that fit a worker.
@@ -216,7 +217,7 @@ class WorkerGroup:
         self.workers += workers
 
     def _check_room(self, need: Resources, num_workers: int) -> None:
-        """Raise an error if a placement group has no room for all workers. Ray would let them wait forever."""
+        """Raise an error if a placement group lacks resources for all workers. Ray would let them wait forever."""
         bundles = getattr(self._placement_group, "bundle_specs", None)
         if bundles is None:
             return
@@ -228,24 +229,24 @@ class WorkerGroup:
             )
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """End the workers at these indexes. Later workers move up."""
+        """Stop the workers at these indexes. Later workers move up."""
         leaving = [self.workers[index] for index in worker_indexes]
         for worker in leaving:
             worker.actor.group.remove_workers([worker.actor.rank])
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def follow(self, workers: Sequence[Worker | None]) -> None:
-        """Let the group consist of these workers, by rank. None stands for one that died."""
+        """Replace the group's workers by these workers, in rank order. None stands for a worker that died."""
         self.workers = [
             replace(each, actor=replace(each.actor, rank=rank)) for rank, each in enumerate(workers) if each is not None
         ]
         self.num_workers = len(workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """End the workers. With `patience_s` above 0 they may close their resources first.
+        """Stop the workers. With `patience_s` above 0, they may close their resources first.
 
         Raises:
-            TrainBackendError: The workers belong to an executor or a trainer, whose `shutdown` ends them.
+            TrainBackendError: The workers belong to an executor or a trainer, whose `shutdown` stops them.
         """
         if self._is_borrowed:
             raise TrainBackendError(
@@ -259,17 +260,17 @@ class WorkerGroup:
                 group.kill(_RELEASE_S)
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Start `func` on all workers, and return Ray's references in order of the workers.
+        """Start `func` on all workers and return the Ray object references, in worker order.
 
         Raises:
-            RuntimeError: There are no workers.
+            RuntimeError: The group has no workers.
         """
         if not self.workers:
             raise RuntimeError("There are no workers: the group was shut down. Call `start`.")
         return [self._submit(worker, func, *args, **kwargs) for worker in self.workers]
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `func` on all workers, and return the results in order of the workers.
+        """Run `func` on all workers and return the results, in worker order.
 
         Raises:
             WorkerError: `func` raised. The error is also an instance of the class that was raised.
@@ -278,10 +279,10 @@ class WorkerGroup:
         return gather(self.execute_async(func, *args, **kwargs))
 
     def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start `func` on one worker, and return Ray's reference.
+        """Start `func` on one worker and return the Ray object reference.
 
         Raises:
-            ValueError: There is no such worker.
+            ValueError: The worker does not exist.
         """
         if worker_index >= len(self.workers):
             raise ValueError(f"`worker_index={worker_index}`: there are {len(self.workers)} workers, from 0.")
@@ -299,7 +300,7 @@ class WorkerGroup:
 
 
 def describe(group: EngineGroup, ranks: Sequence[int] | None = None) -> list[Worker]:
-    """Return the workers of a group, or those of some ranks, with their nodes. Raises what `gather` raises."""
+    """Return the group's workers, or its workers with these ranks, with their nodes. Raises the errors of `gather`."""
     asked = range(len(group)) if ranks is None else ranks
     processes = gather([group.submit(rank, "execute", describe_process) for rank in asked])
     infos = [group.infos[rank] for rank in asked]
@@ -330,7 +331,7 @@ def gather(references: Sequence[Any]) -> list[Any]:
 
 
 def make_objects(make_object: Callable[[], Any], workers: Sequence[Worker]) -> None:
-    """Create an object of the user's class in each of these workers. Raises what `gather` raises."""
+    """Create an object of the user's class in each of these workers. Raises the errors of `gather`."""
     gather(
         [each.actor.group.submit(each.actor.rank, "host", FunctionReplica.make_object, make_object) for each in workers]
     )

@@ -23,7 +23,7 @@ from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from raysgd.air._running import tune_here
+from raysgd.air._running_function import tune_here
 from raysgd.core.connections import _compiler
 from raysgd.core.connections.horovod import HorovodConnection
 from raysgd.core.connections.torch import end_process_group, is_connection_error

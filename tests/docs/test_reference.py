@@ -83,7 +83,8 @@ def test_every_public_name_has_an_entry(door: str, entries: list[Any]) -> None:
     module = importlib.import_module(door)
     own = {name: getattr(module, name) for name in module.__all__ if name not in OLD}
     own = {name: value for name, value in own.items() if not str(getattr(value, "__module__", "")).startswith("ray.")}
-    assert [name for name, value in own.items() if not any(value is each for each in entries)] == []
+    missing = [name for name, value in own.items() if not any(value is each for each in entries)]
+    assert missing == [], f"add `::: {door}.{missing[0]}` to a page in docs/reference"
 
 
 def test_old_names_are_public_ones() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.core.engine import controller, recovery, snapshots
+from raysgd.core.engine import controller, repair, snapshots
 from raysgd.core.engine.controller import ElasticController
 from raysgd.core.engine.gathering import Listener
 from raysgd.core.engine.group import WorkerGroup
@@ -16,7 +16,7 @@ from raysgd.core.engine.liveness import LivenessCheck
 from raysgd.core.engine.monitor import Monitor
 from raysgd.core.engine.placement import Slots
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.core.engine.recovery import NextGroup, Recovery
+from raysgd.core.engine.repair import GroupRepair, NextGroup
 from raysgd.core.engine.shared import replica as replica_calls
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
@@ -137,7 +137,7 @@ def _one_too_many(real: Any) -> Any:
 
 
 def _form_without_minimum(real: Any) -> Any:
-    def form(self: Recovery, *args: Any) -> NextGroup:
+    def form(self: GroupRepair, *args: Any) -> NextGroup:
         before, self._scaling = self._scaling, replace(self._scaling, min_workers=1)
         try:
             formed: NextGroup = real(self, *args)
@@ -217,7 +217,7 @@ def _kill_politely(real: Any) -> Any:
 
 
 def _leave_with_the_dead(real: Any) -> Any:
-    def leave(self: Recovery, change: Any, survivors: Sequence[int], without_state: Any) -> NextGroup:
+    def leave(self: GroupRepair, change: Any, survivors: Sequence[int], without_state: Any) -> NextGroup:
         ranks = list(survivors)
         while True:
             report = self._lifecycle.running.leave_group(ranks, self._monitor.poll)
@@ -441,7 +441,7 @@ def _forget_stuck(real: Any) -> Any:
 
 
 def _form_with_the_stateless(real: Any) -> Any:
-    def form(self: Recovery, change: Any, staying: Sequence[int], without_state: Any = ()) -> NextGroup:
+    def form(self: GroupRepair, change: Any, staying: Sequence[int], without_state: Any = ()) -> NextGroup:
         formed: NextGroup = real(self, change, staying)
         return formed
 
@@ -498,7 +498,7 @@ def _is_run_once(real: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a newcomer that got no state is the source", Recovery, "form", _form_with_the_stateless, (1148,)),
+    Mutation("a newcomer that got no state is the source", GroupRepair, "form", _form_with_the_stateless, (1148,)),
     Mutation(
         "a stuck rank that froze is asked to end", WorkerGroup, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN
     ),
@@ -512,31 +512,33 @@ MUTATIONS = (
         "a rejoin that led nowhere is tried again", RetryBudget, "obstacle_to_continuing", nothing, (), (_POISONED,)
     ),
     Mutation(
-        "the least advanced survivor is the source", recovery, "choose_source", _source(lambda r: r.progress), (38,)
+        "the least advanced survivor is the source", repair, "choose_source", _source(lambda r: r.progress), (38,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
-        recovery,
+        repair,
         "choose_source",
         _source(lambda r: r.is_whole),
         (38,),
     ),
-    Mutation("the last survivor is the source", recovery, "choose_source", _last_source, (120,)),
-    Mutation("survivors keep their own states", recovery, "takers", always(()), (38,)),
+    Mutation("the last survivor is the source", repair, "choose_source", _last_source, (120,)),
+    Mutation("survivors keep their own states", repair, "takers", always(()), (38,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (11,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what lost workers had told is forgotten", RankRows, "settle", _forgets_what_was_told),
     Mutation("what survivors had told counts as lost", RankRows, "settle", _counts_those_who_are_there),
     Mutation("what was told in a step that does not count is counted", RankRows, "as_of", _as_of(1), (125,)),
     Mutation("what was told in the last step that counts is not counted", RankRows, "as_of", _as_of(-1)),
-    Mutation("a lost connection counts as an error of user code", recovery, "classify", _classify_as_user, (5,)),
+    Mutation("a lost connection counts as an error of user code", repair, "classify", _classify_as_user, (5,)),
     Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (568,)),
     Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (359,)),
-    Mutation("ranks that failed apart are kept", Recovery, "_has_failed_alike", always(True), (), (_PARTED,)),
+    Mutation("ranks that failed apart are kept", GroupRepair, "_has_failed_alike", always(True), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (0,)),
-    Mutation("too small a group goes on", Recovery, "form", _form_without_minimum, (1,)),
-    Mutation("the dead are asked to leave again and again", Recovery, "_leave_old_group", _leave_with_the_dead, (1,)),
+    Mutation("too small a group goes on", GroupRepair, "form", _form_without_minimum, (1,)),
+    Mutation(
+        "the dead are asked to leave again and again", GroupRepair, "_leave_old_group", _leave_with_the_dead, (1,)
+    ),
     Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (11,)),
     Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
     Mutation("a snapshot covers no call", Snapshots, "_land", _land(lambda keeper, covered: 0), (31,)),
@@ -545,8 +547,8 @@ MUTATIONS = (
     Mutation("every snapshot counts as the first", Snapshots, "take_captures", _as_first, (25,)),
     Mutation("ranks get each other's states", Snapshots, "take_captures", _take_reversed, (0,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
-    Mutation("a restored call begins again", Recovery, "_is_restored_inside", always_is(False), (), _INSIDE),
-    Mutation("a new group is not restored", Recovery, "_restore", nothing, (0,)),
+    Mutation("a restored call begins again", GroupRepair, "_is_restored_inside", always_is(False), (), _INSIDE),
+    Mutation("a new group is not restored", GroupRepair, "_restore", nothing, (0,)),
     Mutation("completed calls are not repeated", Snapshots, "calls_since", always_is(()), (6,)),
     Mutation("a held call counts as finished", controller, "HeldAtStep", lambda real: Call, (126,)),
     Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (5,)),
@@ -562,7 +564,7 @@ MUTATIONS = (
     Mutation("a recovery does not start from what was loaded", Snapshots, "adopt", nothing, (33,)),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (41,)),
     Mutation("what cannot be repeated is not copied", Snapshots, "is_due_after", _as_if_repeatable, (308,)),
-    Mutation("a state of which there is no copy is lost unnoticed", Recovery, "_refuse_if_lost", nothing, (132,)),
+    Mutation("a state of which there is no copy is lost unnoticed", GroupRepair, "_refuse_if_lost", nothing, (132,)),
     Mutation("a hold is agreed on though ranks disagree", Monitor, "_agree", _agrees_with_all, (893,)),
     Mutation(
         "each rank gives its newest snapshot inside a call", replica_calls, "part_of_snapshot", _takes_any_number, (21,)

@@ -10,7 +10,7 @@ from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from raysgd.trainer.driver.calls import EpochCalls
-from raysgd.trainer.driver.keeping import load_into_all
+from raysgd.trainer.driver.saving import load_into_all
 from tests.simulator.invariants import WatchedBudget
 from tests.simulator.kernel import Stopped
 from tests.simulator.replica import State, Walked, load, look, note, validate, walk, walk_on

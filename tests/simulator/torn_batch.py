@@ -12,7 +12,7 @@ from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.hosting.step_loop import StepLoop, make_undo
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
@@ -36,7 +36,7 @@ class _Pair(TrainingOperator):
         self._raysgd = internals
 
 
-class _Joined(NoParallel):
+class _Joined(Strategy):
     """Replicas that survivors of a loss would keep equal in another group."""
 
     obstacle = None
@@ -46,7 +46,7 @@ class TornBatch:
     """What the batches of a replica change. What counts steps is in the state of one optimizer, and in a weight.
 
     Args:
-        undo: See `Recovery`.
+        undo: See `GroupRepair`.
     """
 
     def __init__(self, undo: bool | None) -> None:

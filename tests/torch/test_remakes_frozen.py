@@ -250,7 +250,7 @@ def test_a_reload_compares_the_base_too(make_local: Make) -> None:
 
 
 def test_divided_models_are_refused(make_local: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysgd.torch.parallel.strategy.NoParallel.is_sharded", FSDP.is_sharded)
+    monkeypatch.setattr("raysgd.torch.parallel.strategy.Strategy.is_sharded", FSDP.is_sharded)
     with pytest.raises(ValueError, match=r"`Adapted.remakes_frozen = True` cannot work with `strategy=\"fsdp\"`"):
         make_local(Adapted)
 

@@ -804,7 +804,7 @@ def test_where_no_line_of_the_users_was_running_none_is_blamed_and_the_method_is
         f"`train_batch` is defined at {__file__}:{ReturnsNothing.train_batch.__code__.co_firstlineno}."
     )
     assert re.fullmatch(
-        r"  raised at raysgd/trainer/worker/operator\.py:\d+ in parted \(in no method of yours\)", where
+        r"  raised at raysgd/trainer/worker/operator\.py:\d+ in values_and_weight \(in no method of yours\)", where
     )
 
 

@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 from raysgd.core.connections.torch import end_process_group
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.strategy import NoParallel, unwrap
+from raysgd.torch.parallel.strategy import Strategy, unwrap
 
 
 def a_model() -> torch.nn.Module:
     return torch.nn.Linear(2, 1, bias=False)
 
 
-def gradient(parallel: NoParallel, model: torch.nn.Module) -> list[float]:
+def gradient(parallel: Strategy, model: torch.nn.Module) -> list[float]:
     """The gradient of one step on inputs of 1."""
     model.zero_grad()
     model(torch.ones(1, 2)).sum().backward()

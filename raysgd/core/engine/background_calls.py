@@ -1,4 +1,4 @@
-"""Calls that run in a thread of the driver while the program continues."""
+"""Calls that run in a background thread of the driver while the program continues."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _END_S = 10.0
 
 @hide_library_frames
 class BackgroundCall(CallHandle[T]):
-    """A call in a thread.
+    """A handle to a call that runs in a background thread.
 
     Args:
-        future: Receives the result or the error of the call.
-        interrupt: Ends the call, from another thread.
+        future: Receives the call's result or error.
+        interrupt: Interrupts the call. Called from another thread.
     """
 
     def __init__(self, future: Future[T], interrupt: Callable[[], None]) -> None:
@@ -34,15 +34,15 @@ class BackgroundCall(CallHandle[T]):
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the call and return its result. Ctrl-C during the wait ends the call.
+        """Wait for the call and return its result. Ctrl-C during the wait interrupts the call.
 
         Args:
-            timeout: Seconds to wait. None waits until the call has ended.
+            timeout: Seconds to wait. None waits until the call finishes.
 
         Raises:
-            TimeoutError: The call is still running. It continues.
-            TrainerShutdownError: The trainer was shut down before the call was over.
-            Exception: The error of the call.
+            TimeoutError: The call is still running. It is not interrupted.
+            TrainerShutdownError: The trainer was shut down before the call finished.
+            Exception: The call's error.
         """
         try:
             wait([self._future], timeout)
@@ -56,11 +56,11 @@ class BackgroundCall(CallHandle[T]):
 
 
 class BackgroundCalls:
-    """Starts the background calls of one trainer. They run one after the other, in the order in which they were made.
+    """Starts the background calls of one trainer. The calls run one after the other, in the order of `begin`.
 
     Args:
         controller: Runs the calls on the workers.
-        at_once: True to finish each call before its handle is returned, because a worker runs in the driver.
+        at_once: True to finish each call before `begin` returns. Used if a worker runs in the driver.
     """
 
     def __init__(self, controller: ElasticController, at_once: bool) -> None:
@@ -70,15 +70,15 @@ class BackgroundCalls:
     def begin(
         self, work: Callable[[], Any], rest: Callable[[Any, Callable[[], None]], Any] | None = None
     ) -> CallHandle[Any]:
-        """Start a call. Later calls of the trainer come after it.
+        """Start a call and return its handle. Later calls of the trainer wait for it.
 
         Args:
-            work: The call, with its arguments. With `rest`, only the part that has to be done before later calls.
-            rest: The larger part, which runs on a spare while later calls use the training workers. Called outside of
-                turns, with the result of `work` and a function that raises when the call has to end.
+            work: Makes the call. If `rest` is given, later calls wait only for `work`.
+            rest: Finishes the call on a spare while later calls use the training workers. Takes the result of `work`
+                and a function that raises `KeyboardInterrupt` if the call was interrupted.
 
         Raises:
-            TrainerShutdownError: After `shutdown`.
+            TrainerShutdownError: The trainer was shut down.
         """
         turns = self._controller.turns
         place, future = turns.reserve(), Future[Any]()
@@ -99,7 +99,7 @@ class BackgroundCalls:
         return BackgroundCall(future, partial(turns.interrupt_call, place))
 
     def await_end(self) -> None:
-        """Wait for the threads. Their calls have been ended."""
+        """Wait until the threads finish. Called after their calls were interrupted or the trainer was stopped."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_END_S)

@@ -1,7 +1,7 @@
-"""Lines: sockets for calls to workers on the driver's node. A call takes a tenth of the time of a Ray call.
+"""Lines: Unix sockets for calls to workers on the driver's node. Such a call takes a tenth of the time of a Ray call.
 
-The worker's end of a line is one Ray call, `attend`, which lasts as long as the line. Ray therefore reports the failure
-of a worker as usual. An answer that cannot be sent over the line is the result of `attend`.
+In the worker, one Ray call of `attend` serves a line until the line ends. Ray therefore reports a dead worker as usual.
+An answer that cannot be sent over the line becomes the result of `attend`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
-ARE_POSSIBLE = sys.platform == "linux"  # only Linux has sockets without a file; ADR 55
-LARGEST = 1 << 16  # bytes that a socket accepts at once, even if the other end is stopped
-_FOREVER_S = 0.1  # longest wait between two looks at what Ray knows
-_SHORTLY_S = 0.002  # the same wait if Ray is about to report the end of a worker
+ARE_POSSIBLE = sys.platform == "linux"  # only Linux has Unix sockets without a file; see ADR 55
+LARGEST = 1 << 16  # bytes that a socket accepts in one message, even if the other process is suspended
+_FOREVER_S = 0.1  # longest wait between two polls of Ray
+_SHORTLY_S = 0.002  # the same wait while Ray may soon report a dead worker
 
 _SOCKETS: WeakSet[socket.socket] = WeakSet()
 
@@ -39,17 +39,17 @@ def _let_go() -> None:
         each.close()
 
 
-os.register_at_fork(after_in_child=_let_go)  # a forked process would keep a line open after one end has died
+os.register_at_fork(after_in_child=_let_go)  # a forked process would hold a line open after one end has died
 
 
 class Line:
     """The driver's end of a line.
 
     Args:
-        attend: Starts the Ray call that is the other end. Takes the address of the line.
+        attend: Starts the Ray call that serves the worker's end. Takes the address of the line.
 
     Attributes:
-        attending: Ray's reference to that call.
+        attending: Ray's reference to the call of `attend`.
         was_joined: True once the worker has connected.
         is_ended: True if nothing can arrive over the line any more.
     """
@@ -57,14 +57,14 @@ class Line:
     def __init__(self, attend: Callable[[str], Any]) -> None:
         name = f"raysgd-{secrets.token_hex(16)}"
         self._socket = _new_socket()
-        self._socket.bind(f"\0{name}")  # has no file, so it ends with the process
+        self._socket.bind(f"\0{name}")  # an address without a file, which ends with the process
         self._socket.listen()
         self._socket.setblocking(False)
         self.was_joined = self.is_ended = False
         self.attending = attend(name)
 
     def fileno(self) -> int:
-        """Return the socket's number, to wait for."""
+        """Return the socket's file descriptor."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> bool:
@@ -76,7 +76,7 @@ class Line:
         return not self.is_ended
 
     def receive(self) -> bytes | None:
-        """Return the next message of the worker, or None if there is none yet. Does not wait."""
+        """Return the worker's next message, or None if none has arrived. Does not wait."""
         try:
             if not self.was_joined and not self._is_joined():
                 return None
@@ -101,35 +101,35 @@ class Line:
         return True
 
     def hang_up(self) -> None:
-        """Close the line. The worker returns to Ray calls."""
+        """Close the line. The worker then finishes `attend` and can run Ray calls again."""
         self.is_ended = True
         _hang_up(self._socket)
 
 
 class LineCall:
-    """A call over a line. It takes the place of Ray's reference to a call."""
+    """A call over a line. It is used like Ray's reference to a call."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
         self._answer: bytes | None = None
 
     def fileno(self) -> int:
-        """Return the socket's number, to wait for."""
+        """Return the socket's file descriptor."""
         return self.line.fileno()
 
     @property
     def was_heard(self) -> bool:
-        """True if the worker has found the line. It cannot if it is on another node."""
+        """True if the worker has connected to the line. It cannot connect from another node."""
         return self.has_answer or self.line.was_joined
 
     @property
     def is_answered(self) -> bool:
-        """True if an answer has been read from the line."""
+        """True if the answer has been read from the line. Does not read."""
         return self._answer is not None
 
     @property
     def has_answer(self) -> bool:
-        """True if an answer has arrived over the line. Reads it."""
+        """True if the answer has arrived over the line. Reads it if it has."""
         if self._answer is None and not self.line.is_ended:
             self._answer = self.line.receive()
         return self._answer is not None
@@ -138,7 +138,7 @@ class LineCall:
         """Return the answer that has arrived.
 
         Raises:
-            RaySystemError: It cannot be unpickled. `ray.get` raises the same error.
+            RaySystemError: The answer cannot be unpickled. `ray.get` raises the same error.
         """
         assert self._answer is not None
         try:
@@ -166,7 +166,7 @@ class LineEnd:
             self.hang_up()
 
     def answer(self, answer: Any) -> bool:
-        """Send an answer. Return False if it is too large, cannot be pickled, or the driver has hung up."""
+        """Send an answer. Return False if it is too large, cannot be pickled, or the driver has closed the line."""
         try:
             message = pickle.dumps(answer, protocol=5)
         except Exception:  # pickling an object of the user may raise anything
@@ -176,7 +176,7 @@ class LineEnd:
         return False
 
     def next(self) -> bytes | None:
-        """Wait for the next message of the driver and return it; None if the driver has hung up."""
+        """Wait for the driver's next message and return it, or None if the driver has closed the line."""
         with suppress(OSError):
             return self._socket.recv(LARGEST) or None
         return None
@@ -188,7 +188,7 @@ class LineEnd:
 
 def _hang_up(connected: socket.socket) -> None:
     with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)  # takes effect even if a forked process has a copy of the socket
+        connected.shutdown(socket.SHUT_RDWR)  # works even if a forked process has a copy of the socket
     connected.close()
 
 
@@ -198,7 +198,7 @@ def _is_of_same_user(connected: socket.socket) -> bool:
 
 
 def wait(references: Collection[Any], num_returns: int, timeout_s: float | None) -> list[Any]:
-    """Wait for calls, like `ray.wait`, including those over lines. Return the calls that have ended."""
+    """Wait like `ray.wait`, for Ray's references and `LineCall`s. Return the calls that have ended."""
     import ray
 
     calls = [each for each in references if isinstance(each, LineCall)]
@@ -209,7 +209,7 @@ def wait(references: Collection[Any], num_returns: int, timeout_s: float | None)
     while len(done) < num_returns:
         left_s = _FOREVER_S if until is None else max(min(until - time.monotonic(), _FOREVER_S), 0.0)
         by_line = [each for each in calls if each not in done and not each.line.is_ended]
-        if len(by_line) + len(done) == len(references):  # Ray could only report the loss of a worker
+        if len(by_line) + len(done) == len(references):  # only answers over lines are missing
             if readable := _readable(by_line, left_s):
                 done |= {each for each in readable if each.has_answer}
                 continue

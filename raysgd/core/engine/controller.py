@@ -1,7 +1,7 @@
 """Keeps the workers alive and runs calls on them. Nothing else in raysgd retries a call.
 
-The controller runs in the driver and is synchronous: `run` blocks until every rank has answered or nothing more can be
-tried. `recovery` handles failures. ADR 4 explains when snapshots are taken.
+The controller runs in the driver and is synchronous: `run` blocks until every rank has answered or no further attempt
+is possible. `repair` handles failures. ADR 4 explains when snapshots are taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raysgd.core.engine.liveness import quiet_s
 from raysgd.core.engine.monitor import LEAVING, ROOM, Monitor, ask_heartbeats
 from raysgd.core.engine.placement import cluster_view
 from raysgd.core.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
-from raysgd.core.engine.recovery import Recovery
+from raysgd.core.engine.repair import GroupRepair
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import GroupSpec
 from raysgd.core.engine.shared.replica import Capture
@@ -49,10 +49,10 @@ _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
 
 class PlaceInLine:
-    """A place in the line of calls, reserved for a thread that takes its turn later.
+    """A position in the queue of calls, reserved for a thread that takes its turn later.
 
     Attributes:
-        thread: ID of the thread that has the place, once it runs.
+        thread: ID of the thread that holds the position. None until that thread takes its turn.
         is_interrupted: True if the call must not continue.
     """
 
@@ -61,18 +61,18 @@ class PlaceInLine:
         self.is_interrupted = False
 
     def check_wanted(self) -> None:
-        """Raise `KeyboardInterrupt` if the call must not continue."""
+        """Raise `KeyboardInterrupt` if the call was interrupted."""
         if self.is_interrupted:
             raise KeyboardInterrupt
 
 
 class Turns:
-    """Lets threads use the group of a lifecycle one after the other."""
+    """Serializes the threads that use a lifecycle's group: one call at a time, in queue order."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._lock = lifecycle.clock.make_lock()
-        self._ends = lifecycle.clock.make_lock()  # orders the end of a call and an interrupt
+        self._ends = lifecycle.clock.make_lock()  # keeps an interrupt of a call from hitting the next call
         self._num_inside = 0
         self._owner: int | None = None
         self._line: list[PlaceInLine] = []
@@ -82,7 +82,7 @@ class Turns:
 
     @contextmanager
     def closed(self, why: str) -> Iterator[None]:
-        """Refuse turns to this thread inside the block, because it is in a call or has one to finish."""
+        """Inside the block, reject turns that this thread tries to take. `why` is the error message."""
         before = self._closed_to
         self._closed_to, self._why_closed = threading.get_ident(), why
         try:
@@ -95,11 +95,11 @@ class Turns:
             raise ValueError(self._why_closed)
 
     def reserve(self) -> PlaceInLine:
-        """Reserve a place ahead of all calls that are made from now on.
+        """Reserve a position in the queue, ahead of all calls that are made later.
 
         Raises:
-            TrainerShutdownError: After `stop`.
-            ValueError: Inside `closed`.
+            TrainerShutdownError: `stop` was called.
+            ValueError: This thread is inside a `closed` block.
         """
         self._check_open()
         self._lifecycle.check_active()
@@ -109,18 +109,19 @@ class Turns:
 
     @contextmanager
     def take_turn(self, place: PlaceInLine | None = None) -> Iterator[None]:
-        """Run a block without calls of other threads in between. Blocks may be nested.
+        """Run the block while no other thread runs a call. A thread may nest such blocks.
 
-        An exception after `stop` counts as its consequence, and the group ends here.
+        If `stop` is called during the block, the group is stopped at the end of the block, and an exception of the
+        block is replaced by `TrainerShutdownError`.
 
         Args:
-            place: This thread's place in the line, which is given up afterwards. Without it, the thread waits behind
-                all others.
+            place: This thread's position in the queue, released after the block. Without it, the thread waits for
+                all positions reserved so far.
 
         Raises:
-            TrainerShutdownError: After `stop`, or if another thread calls `stop` in the meantime.
-            KeyboardInterrupt: The call of this place was interrupted.
-            ValueError: Inside `closed`.
+            TrainerShutdownError: `stop` was called before or during the block.
+            KeyboardInterrupt: The call with this position was interrupted.
+            ValueError: This thread is inside a `closed` block.
         """
         self._check_open()
         lifecycle = self._lifecycle
@@ -153,11 +154,11 @@ class Turns:
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
-        """Take a turn and yield True if no call runs or waits; otherwise yield False at once."""
+        """Take a turn and yield True if no call is running or waiting. Otherwise yield False without waiting."""
         if self._line or self._num_inside or not self._lock.acquire(blocking=False):
             yield False
             return
-        self._owner = threading.get_ident()  # threads that have just reserved a place wait for the lock
+        self._owner = threading.get_ident()  # a thread that has just reserved a position waits for the lock
         try:
             with self.take_turn():
                 yield True
@@ -173,20 +174,20 @@ class Turns:
             self.give_up(place)
 
     def give_up(self, place: PlaceInLine) -> None:
-        """Give up a place that is not needed any more, so that the threads behind it can continue."""
+        """Release a position, so that the threads behind it can continue."""
         with self._line_moves:
             self._line.remove(place)
             self._line_moves.notify_all()
 
     def _wait_in_line(self, place: PlaceInLine | None) -> None:
-        """Wait for the calls whose places are ahead."""
+        """Wait for the calls that are ahead in the queue."""
         with self._line_moves:
             ahead = self._line[: self._line.index(place)] if place is not None else list(self._line)
             while any(each in self._line for each in ahead) and not (place is not None and place.is_interrupted):
                 self._line_moves.wait()
 
     def interrupt_call(self, place: PlaceInLine) -> None:
-        """End the call of a place, running or waiting, like Ctrl-C inside it. Called from another thread."""
+        """Interrupt the running or waiting call with this position, as Ctrl-C would. Called from another thread."""
         with self._line_moves:
             place.is_interrupted = True
             self._line_moves.notify_all()
@@ -195,21 +196,22 @@ class Turns:
                 self._lifecycle.interrupt_thread(place.thread)
 
     def interrupt_running(self) -> None:
-        """End the running call, if any, like Ctrl-C inside it. Called from another thread."""
+        """Interrupt the running call, if any, as Ctrl-C would. Called from another thread."""
         with self._ends:
             if self._owner is not None:
                 self._lifecycle.interrupt_thread(self._owner)
 
     def stop(self, force: bool) -> None:
-        """Stop everything, from any thread. A running call then raises. Calling it again does nothing."""
+        """Stop the workers and release their resources. See `ElasticController.stop`."""
         lifecycle = self._lifecycle
         if lifecycle.stopped.is_set():
             return
-        lifecycle.stopped.set()  # from now on no group is started
+        lifecycle.stopped.set()  # no group is started after this
         if self._num_inside:
             force = True
             lifecycle.kill_workers()
-        # Wait for a call whose workers were killed. If the worker is in this process, waiting does not help.
+        # A running call returns because its workers were killed: wait for that. A driver that is the only worker cannot
+        # be killed, so waiting for its call would not help.
         is_driver_only = lifecycle.group is not None and lifecycle.group.is_driver_only
         if not self._lock.acquire(timeout=0.0 if is_driver_only else RELEASE_S):
             logger.warning("a call is running in this process; its worker stops when the call ends")
@@ -221,18 +223,17 @@ class Turns:
 
 
 class ElasticController(Lifecycle):
-    """Runs calls on a group of replicas. Repairs or replaces the group when workers are lost.
+    """Runs calls on a worker group. Repairs or replaces the group when workers are lost.
 
-    Arguments that are not listed here are those of `Lifecycle`.
+    The remaining arguments are documented in `Lifecycle`.
 
     Args:
         scaling: Decides the number of workers.
-        failures: Decides what follows a failed call.
-        start_budget: Retries for workers that die during a start. None: each start is tried a few times.
+        failures: Decides whether a failed call continues, restarts or raises.
+        start_budget: Retries for workers that die while a group starts. Default: a few attempts for each start.
 
     Attributes:
-        num_calls: Number of the current or last call. Two consecutive calls that change the state never have the same
-            number.
+        num_calls: Number of the current or last call. It differs between consecutive calls that change the state.
     """
 
     def __init__(
@@ -250,10 +251,10 @@ class ElasticController(Lifecycle):
         super().__init__(spec, scaling, make_group, view, clock, rules or ElasticRules(), hooks or GroupHooks())
         self._start_budget = start_budget
         _OF_THIS_PROGRAM.add(self)
-        # A driver that is the only worker, without spares, need not watch the cluster.
+        # If the driver is the only worker and there are no spares, changes of the cluster do not matter.
         self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
         self._monitor = Monitor(self)
-        self.recovery = Recovery(self, self._monitor, failures or FailurePolicy(), start_budget)
+        self.recovery = GroupRepair(self, self._monitor, failures or FailurePolicy(), start_budget)
         self.turns = Turns(self)
         self.num_calls = 0
         self._left_by_driver: Call | None = None
@@ -266,19 +267,19 @@ class ElasticController(Lifecycle):
 
     @property
     def monitor(self) -> Monitor | None:
-        """The monitor of the running call; None between calls."""
+        """The monitor of the running call, or None between calls."""
         return self._monitor if self._monitor.is_on else None
 
     def observe_with(self, observer: Callable[[], None]) -> None:
-        """Call `observer` about once a second during a call, and after a call failed for good."""
+        """Call `observer` about once a second during a call, and once after a call raised an error."""
         self._monitor.observer = observer
 
     def ensure_group(self) -> WorkerGroup:
-        """Start a group from the last snapshot if there is none. Return the running group.
+        """Return the running group. If no group is running, start one from the last snapshot.
 
         Raises:
             WorkersLostError: Too few workers could be started.
-            TrainerShutdownError: After `stop`.
+            TrainerShutdownError: `stop` was called.
         """
         self.check_active()
         if self.group is not None:
@@ -289,13 +290,17 @@ class ElasticController(Lifecycle):
             return self.running
 
     def stand_by(self) -> None:
-        """Start spares, and the workers that the group lacks if there is room. Does not wait for them."""
+        """Start missing spares, and missing workers if resources are free. Does not wait until they are ready."""
         with self.turns.take_turn():
             self.start_spares()
             self.start_standby()
 
     def start(self, *, as_fits: bool = False) -> None:
-        """Start the workers for the first time: all of them, or with `as_fits` as many as there is room for."""
+        """Start the workers for the first time, or continue with those that a previous process of the trainer left.
+
+        Args:
+            as_fits: True to start as many workers as fit into the free resources. False to start all workers or fail.
+        """
         with self.turns.take_turn():
             if self.take_over():
                 self._monitor.settle_last_hold()
@@ -305,18 +310,20 @@ class ElasticController(Lifecycle):
                 self.start_workers(self._start_budget or RetryBudget(START_ATTEMPTS - 1))
 
     def stop(self, force: bool = False) -> None:
-        """Stop everything, from any thread. A running call then raises. Calling it again does nothing.
+        """Stop the workers and release their resources. A running call raises.
+
+        May be called from any thread, and more than once.
 
         Args:
-            force: Kill the processes at once, without letting them close. During a call, this is always so.
+            force: True to kill the processes without closing the replicas first. During a call, they are always killed.
         """
         self.turns.stop(force)
 
     def make_room(self) -> str:
-        """If room is missing, free unused trainers of this program, and let idle ones release their workers.
+        """If resources are short, free this program's unreferenced trainers, then stop the workers of idle trainers.
 
         Returns:
-            The trainers of this program that still hold room, in words; empty if there are none.
+            A description of the trainers that still hold resources if they are still short; otherwise an empty string.
         """
         if not self._others() or self.has_room():
             return ""
@@ -327,7 +334,7 @@ class ElasticController(Lifecycle):
         return ""
 
     def _others(self) -> list[ElasticController]:
-        """Return the other trainers of this program that have workers in the same cluster."""
+        """Return the other trainers of this program that hold resources of the same cluster."""
         return [
             each
             for each in tuple(_OF_THIS_PROGRAM)
@@ -342,11 +349,11 @@ class ElasticController(Lifecycle):
         return group is not None and not group.is_driver_only and not self.has_session_ended
 
     def give_way(self) -> bool:
-        """Take a snapshot and stop the workers, if they are idle. The next call starts workers from the snapshot.
+        """If the trainer is idle, take a snapshot and stop its workers. Its next call starts workers from the snapshot.
 
         Returns:
-            True if the workers were stopped. False if something would be lost, or the snapshot is divided over the
-            nodes.
+            True if the workers were stopped. False if the trainer is busy, its state could be lost, its snapshot is
+            sharded over the nodes, or it must keep its workers (`use_local`, spares, a detached trainer).
         """
         spec = self.spec
         if not spec.captures or spec.use_local or spec.num_spares or keeper() is not None:
@@ -357,7 +364,7 @@ class ElasticController(Lifecycle):
             try:
                 if isinstance(self.snapshot().shared_state, DividedValue):
                     return False
-            except RaySGDError as error:  # the next call of that trainer will raise it again
+            except RaySGDError as error:  # that trainer's next call raises this error to the user
                 logger.debug("no snapshot of an idle trainer: %r", error)
                 return False
             cause = f"{spec.words.name} is idle, and another trainer of this program needs the room"
@@ -368,24 +375,25 @@ class ElasticController(Lifecycle):
         """Run `call` on every rank and return the values in rank order.
 
         Args:
-            call: What to run.
-            max_retries: How many retries a failure may use.
-            budget: Replaces `max_retries` if several calls share their retries.
+            call: The call to run.
+            max_retries: Number of retries for failures of this call.
+            budget: Used instead of `max_retries` if several calls share their retries.
 
         Raises:
-            WorkerError: An exception in user code; also of its class. Retried only if the failure policy says so.
+            WorkerError: User code raised an exception. The error is also an instance of that exception's class. The
+                call is retried only if the failure policy allows it.
             WorkersLostError: The retries are used up, or too few workers can be started.
-            TrainerShutdownError: After `stop`, or if another thread calls `stop` in the meantime.
+            TrainerShutdownError: `stop` was called before or during the call.
         """
         with self.turns.take_turn():
             budget, has_failed = budget or RetryBudget(max_retries), True
             try:
-                if self._follows_cluster and not self.is_ending:  # else Ray may be ending, too
+                if self._follows_cluster and not self.is_ending:  # when the program ends, Ray may be shutting down, too
                     self._adapt(call)
                 if self.holds_only_state and not (call.captures or self._is_taken_up):
                     self._copy_only_state(call, budget)
                 values = self._run(call, budget)
-                if self.spec.captures_after_calls and self.snapshots.is_overdue:  # the call took longer than expected
+                if self.spec.captures_after_calls and self.snapshots.is_overdue:  # the call took longer than assumed
                     self._run(copy_call(), budget)
                 if self._follows_cluster and not self.is_ending:
                     self.start_owed_spares()
@@ -398,12 +406,18 @@ class ElasticController(Lifecycle):
 
     @property
     def _is_taken_up(self) -> bool:
-        """True if the workers may still be in a call of a previous process."""
+        """True if the workers may still be running a call of the trainer's previous process."""
         kept_by = keeper()
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
 
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call, copy a state that only workers have. Wait for the copy if survivors could not continue."""
+        """Before a call, copy state that only the workers have.
+
+        Wait for the copy if survivors of a failure could not continue the call.
+
+        Raises:
+            WorkersLostError: The copy was lost in transit several times.
+        """
         for _ in range(_NUM_COPIES):
             if not self.snapshots.is_coming:
                 self._run(copy_call(), budget)
@@ -414,13 +428,13 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def end_left_call(self) -> None:
-        """End the call of a previous process if nothing continues it."""
+        """End a call that the trainer's previous process left running. Fetch state that only workers have first."""
         with self._turn_to_copy():
             self.recovery.fetch_only_state()
             self.end_call("KeyboardInterrupt")
 
     def lend_spare(self) -> Loan | None:
-        """Return a spare for `run_on_spare`, or None if none is ready. The group can still call it back."""
+        """Lend a ready spare for `run_on_spare`. The group can still recall it. Return None if no spare is ready."""
         with self.turns.take_turn():
             loan = self.ensure_group().standby.lend()
             if loan is None:
@@ -429,7 +443,7 @@ class ElasticController(Lifecycle):
 
     @property
     def has_spares(self) -> bool:
-        """True if there is a spare, ready or starting or on loan."""
+        """True if any spare is starting, ready or on loan."""
         return self.running.standby.num_all > 0
 
     def run_on_spare(
@@ -439,21 +453,23 @@ class ElasticController(Lifecycle):
         make_args: Callable[[], Sequence[Any]],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run a call on a spare, outside of turns. If the spare is lost or steps in, run it again on another one.
+        """Run a call on a spare while the group runs other calls.
+
+        If the spare is lost or joins the group, run the call again on another spare.
 
         Args:
-            loan: The spare, if one was ready.
-            function: Takes the replica, the number of the loan, and the arguments. Returns None if it gave up.
-            make_args: Makes the arguments of each attempt.
+            loan: The spare. None if no spare was ready.
+            function: Called as `function(replica, loan_number, *args)`. It returns None if the loan was recalled.
+            make_args: Creates the arguments for each attempt.
             on_wait: Called regularly during the wait.
 
         Returns:
-            The value.
+            The value that `function` returned.
 
         Raises:
-            WorkerError: An exception in user code.
-            WorkersLostError: Several spares have died, or none is left.
-            TrainerShutdownError: After `stop`.
+            WorkerError: User code raised an exception.
+            WorkersLostError: Several spares died in this call, or no spare is left.
+            TrainerShutdownError: `stop` was called.
         """
         num_died = 0
         while True:
@@ -481,10 +497,10 @@ class ElasticController(Lifecycle):
                 self.sleep(_SPARE_POLL_S)
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the present state, once the driver has it. Copy the state if no snapshot has it yet.
+        """Return a snapshot of the current state and wait until the driver holds it. Take one if necessary.
 
         Raises:
-            WorkersLostError: It was lost on its way again and again.
+            WorkersLostError: The snapshot was lost in transit several times.
         """
         with self._turn_to_copy():
             for _ in range(_NUM_COPIES):
@@ -496,7 +512,7 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def newest_snapshot(self) -> NewestSnapshot:
-        """Return a snapshot of the present state as soon as the workers have copied it. It may still be on its way."""
+        """Return a snapshot of the current state once the workers have copied it. It may still be in transit."""
         with self._turn_to_copy():
             self.snapshots.poll()
             if not self._is_known:
@@ -509,14 +525,14 @@ class ElasticController(Lifecycle):
         return self.snapshots.is_known(has_group=self.group is not None)
 
     def landed_snapshot(self) -> Snapshot | None:
-        """Return the last snapshot, waiting for it if it is on its way; None if the shared state has changed since."""
+        """Return the last snapshot, waiting for one in transit. Return None if the shared state has changed since."""
         with self._turn_to_copy():
             self._monitor.await_snapshot()
             return self.snapshots.landed if self.snapshots.shares_current else None
 
     @contextmanager
     def _turn_to_copy(self) -> Iterator[None]:
-        """Take a turn, and stop watching the group at its end."""
+        """Take a turn. Turn the monitor off at the end."""
         with self.turns.take_turn():
             try:
                 yield
@@ -524,10 +540,10 @@ class ElasticController(Lifecycle):
                 self._monitor.is_on = False
 
     def status(self, samples_per_s: float | None) -> TrainerStatus:
-        """Ask the workers how they are, and return the status.
+        """Request heartbeats from the workers and return the trainer's status.
 
         Args:
-            samples_per_s: Throughput of the last training call, in case none is running.
+            samples_per_s: Throughput of the last training call. Used if no training call is running.
         """
         if self.is_stopped or not self.has_session_ended:
             self.check_active()
@@ -536,11 +552,11 @@ class ElasticController(Lifecycle):
         return self._status(asked, samples_per_s)
 
     def glance(self, last_heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
-        """Return the status without asking the workers.
+        """Return the trainer's status without contacting the workers.
 
         Args:
-            last_heartbeats: The heartbeats at the end of the last training call.
-            samples_per_s: As for `status`.
+            last_heartbeats: Heartbeats at the end of the last training call. Used if no training call is running.
+            samples_per_s: Throughput of the last training call. Used if no training call is running.
         """
         heartbeats = self.monitor.heartbeats if self.monitor is not None else {}
         is_training = any(heartbeat.is_training for heartbeat in heartbeats.values())
@@ -563,7 +579,7 @@ class ElasticController(Lifecycle):
         )
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
-        """Run a call, and retry it while that is allowed. Return the values of the attempt that succeeded."""
+        """Run a call until an attempt succeeds or no further attempt is allowed. Return the values by rank."""
         kept_by = keeper()
         number = kept_by.number(call) if kept_by is not None else None
         self.num_calls = number.call if number is not None else self.num_calls + 1
@@ -579,22 +595,22 @@ class ElasticController(Lifecycle):
                     return values
                 if self._is_left(report):
                     return self._left(group, report)
-                kept = WorkerError  # keep the group: all ranks are at the same place, or recovery has killed it
+                kept = WorkerError  # keep the group: its ranks are in the same state, or it was killed
                 held = None
                 if not report.ok and call.leaves is not None and call.leaves():
                     held = self.recovery.leave_with_survivors(report)
                     if held:
                         return held
                 is_inside = True if held is not None else self._mended(call, report, budget)
-            except BaseException as error:  # Ctrl-C, or an error in the driver: the ranks are somewhere in the call
-                # A driver that is the only worker does not wait for any other, and is kept unchanged.
+            except BaseException as error:  # Ctrl-C or an error in the driver: the ranks are still inside the call
+                # A driver that is the only worker is not stuck in a collective, so its group can be kept.
                 left = None if isinstance(error, kept) else self.group
                 if left is not None and not left.is_driver_only:
-                    self.interrupted = None  # this handles it
+                    self.interrupted = None  # this block handles the interrupt
                     self.recovery.fetch_only_state()
                     self.end_call(type(error).__name__)
                 if isinstance(error, RanksDifferError):
-                    self.snapshots.forget_calls()  # the states may have become different in one of these calls
+                    self.snapshots.forget_calls()  # one of these calls may have made the states diverge
                 if not self.is_ending:
                     self.snapshots.note_broken_off(call, has_group=self.group is not None)
                 raise
@@ -602,18 +618,22 @@ class ElasticController(Lifecycle):
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
 
     def _mended(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
-        """Change the group after a failure, or where its ranks were held; return whether these are inside the call."""
+        """Change the group after a failure or while its ranks hold at a step. Return True if the call can resume."""
         return self.recovery.change_held(report) if report.ok else self.recovery.recover(call, report, budget)
 
     def _is_left(self, report: GroupReport) -> bool:
-        """Return whether all ranks were held so that the call can be left; where some have completed it, it goes on."""
+        """Return True if all ranks stopped at a step so that the call can be left."""
         values = [each.value for each in report.values] if report.ok else []
         if not values or not all(isinstance(each, HeldAtStep) for each in values):
             return False
         return self._monitor.is_leaving or all(each.is_planned for each in values)
 
     def _left(self, group: WorkerGroup, report: GroupReport) -> list[Capture]:
-        """After all ranks were held to leave the call: bring the state of that step to the driver, as after a call."""
+        """Leave a call whose ranks all stopped at a step. Bring the state of that step to the driver as a snapshot.
+
+        Returns:
+            Each rank's capture.
+        """
         captures: list[Capture] = [answer.value.part for answer in report.values]
         self.snapshots.take_from(group, captures)
         self._monitor.await_snapshot()
@@ -621,7 +641,10 @@ class ElasticController(Lifecycle):
         return captures
 
     def hold_to_leave(self, call: Call) -> None:
-        """Let a call be left, where this process is the only worker, which no one watches; called between two steps."""
+        """Stop the call at the next step if it should be left. Called between steps if the driver is the only worker.
+
+        Otherwise the monitor does this while the driver waits for the call.
+        """
         if self._left_by_driver is not call:
             self._left_by_driver = call
             self._monitor.watch(call)
@@ -636,10 +659,10 @@ class ElasticController(Lifecycle):
         args: Sequence[Sequence[Any]],
         number: CallNumber | None,
     ) -> tuple[GroupReport, list[Any] | None]:
-        """Run the call once. If it changed the state, note so and take the snapshot that came with the answers.
+        """Run the call once. If it changed the state, record that and take the snapshot that came with the answers.
 
         Returns:
-            The report, and the values if all ranks completed the call.
+            The report, and the values by rank. The values are None unless all ranks completed the call.
         """
 
         def on_wait() -> None:
@@ -675,10 +698,10 @@ class ElasticController(Lifecycle):
             is_right = True
         finally:
             if not is_right:
-                self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
+                self._monitor.await_snapshot()  # the previous call's, while its worker can still send it
         if call.is_kept:
             self.snapshots.note_call(call, self.now() - began)
-        if self.spec.captures or captures:  # a reply to a previous process may contain a copy, too
+        if self.spec.captures or captures:  # a repeated reply to the trainer's previous process may contain a copy, too
             copies = [answer.capture for answer in report.values if answer.capture is not None]
             if copies:
                 self.snapshots.take_from(group, copies)
@@ -686,9 +709,10 @@ class ElasticController(Lifecycle):
         return report, values
 
     def _adapt(self, call: Call) -> None:
-        """Before a call, leave nodes that are going away, and grow if there is room. Uses no retry.
+        """Before a call, leave nodes that are going away and grow the group if resources are free. Uses no retry.
 
-        Ranks that a previous process left may already be inside the call. They can change only at a step of it.
+        Does nothing if the trainer's previous process left ranks that may already be inside the call: such a group can
+        change only at a step of the call.
         """
         kept_by = keeper()
         if kept_by is not None and kept_by.found is not None:
@@ -702,10 +726,10 @@ class ElasticController(Lifecycle):
             self._grow_if_possible(call)
 
     def _leave_nodes(self) -> None:
-        """Move to other nodes, in place if possible."""
+        """Move the workers off the nodes that are going away, in place if possible."""
         self._monitor.watch()
         in_place = self.recovery.can_change()
-        if in_place is None:  # a failure, which the call will run into
+        if in_place is None:  # workers were lost; the call will fail and handle that
             return
         if in_place:
             failed = self.recovery.change(self.leaving_nodes_in_use(), LEAVING)
@@ -716,14 +740,14 @@ class ElasticController(Lifecycle):
             self.recovery.restart_workers(*failed)
 
     def _grow_if_possible(self, call: Call) -> None:
-        """Let more workers step in, or start a larger group, if there is room."""
+        """If resources are free, let more workers join in place, or restart as a larger group."""
         group, most = self.ensure_group(), self.scaling.max_workers
         self.start_spares()
         if len(group) >= most:
             return
         self._monitor.watch()
         in_place = self.recovery.can_change()
-        if in_place is None:  # a failure; the call will run into it and report it
+        if in_place is None:  # workers were lost; the call will fail and report it
             return
         if in_place:
             num_awaited = most if call.resume is None else self.resizing.num_awaited_by_call
@@ -736,37 +760,37 @@ class ElasticController(Lifecycle):
             return
         target = len(group) + num_more
         self.snapshot()
-        if self.num_workers < target:  # otherwise a failure came in between and used the room
+        if self.num_workers < target:  # otherwise recovery from a failure has already used them
             self.recovery.restart_workers("grown", f"resources for {target} workers are free")
 
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
-        """Make new replicas in the present workers and group. What was trained is dropped.
+        """Rebuild the replicas in the existing worker processes and discard the trained state.
 
-        This has the effect of new workers without the time to start them. Before you call it, make sure that workers
+        This has the effect of a restart without the time to start processes. Before calling it, make sure that workers
         that start later get the same arguments.
 
         Args:
-            function: Runs on each worker as `function(replica, *args)`, and returns facts like `Replica.setup`.
-            args: Its arguments.
+            function: Called as `function(replica, *args)` on each worker. Returns facts, like `Replica.setup`.
+            args: Further arguments of `function`.
 
         Raises:
-            WorkerError: The user's set-up failed. The workers are killed, and the next call starts new ones.
+            WorkerError: The user's set-up code failed. The workers are killed, and the next call starts new workers.
             WorkersLostError: Workers were lost too often.
-            TrainerShutdownError: After `stop`.
+            TrainerShutdownError: `stop` was called.
         """
         group = self.group
         if group is None:
             self.restart()
             return
-        self.landed_snapshot()  # wait for a snapshot on its way, whose source is about to disappear
+        self.landed_snapshot()  # wait for a snapshot in transit: its source is about to be discarded
         self.snapshots.begin_again()
         group.standby.kill_all()
         call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
-        with OnFailure(self.kill_group):  # otherwise some replicas could be new and others not
+        with OnFailure(self.kill_group):  # a group of old and new replicas must not be used
             self.keep_facts(self.run(call))
 
     def restart(self) -> None:
-        """Start new processes without the trained state, for replicas that would leave something behind in theirs."""
+        """Start new processes and discard the trained state, for replicas that cannot be rebuilt in their process."""
         self.snapshots.begin_again()
         self.kill_group()
         self.ensure_group()

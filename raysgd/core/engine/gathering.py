@@ -1,4 +1,4 @@
-"""Gathers the answers to remote calls, and decides how long to wait for the others after a failure."""
+"""Gathers the answers to remote calls. Decides how long to wait for the remaining ranks after a failure."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.types import FailureKind, Outcome
 from raysgd.exceptions import OnFailure
 
-_DEATH_GRACE_S = 0.05  # how long to wait after a death: simultaneous deaths are reported within this time
-_CONNECTION_GRACE_S = 5.0  # a lost connection nearly always means a death, which Ray reports a little later
-_SHORT_CONNECTION_GRACE_S = 0.3  # if survivors will be asked anyway: a lost node may be reported much later
-_USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for its rank in a collective never answer
-_LONGEST_USER_GRACE_S = 5.0  # after a late exception: other ranks may reach the same one even later
+_DEATH_GRACE_S = 0.05  # after a death: simultaneous deaths are reported within this time
+_CONNECTION_GRACE_S = 5.0  # after a lost connection: nearly always a death that Ray reports soon
+_SHORT_CONNECTION_GRACE_S = 0.3  # the same if survivors are polled afterwards: Ray may report a lost node much later
+_USER_GRACE_S = 1.0  # after an exception of user code: ranks in a collective with that rank never answer
+_LONGEST_USER_GRACE_S = 5.0  # the same after a long call: other ranks may reach the same exception later
 _POLL_S = 0.1
 _LOOK_S = 0.005
-_TICK_S = 0.001  # anything shorter counts as zero, because sums of seconds are not exact
+_TICK_S = 0.001  # shorter times count as zero, because sums of seconds are not exact
 _POLL_S_EACH = 0.0005  # per call: polling a thousand calls takes Ray a millisecond
 
 
 class Listener:
-    """Gathers the answers of remote calls, and decides how long to keep waiting after a failure.
+    """Gathers the answers of remote calls. Decides how long to keep waiting after a failure.
 
     Args:
         references: The calls, by rank.
-        asks_survivors: True if the survivors will be asked which ranks are alive. Then there is no need to wait for the
-            cause of a broken connection.
-        platform: Receives the answers; Ray by default.
+        asks_survivors: True if the caller polls the survivors afterwards. Then the cause of a broken connection need
+            not be known here.
+        platform: Receives the answers. Default: Ray.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Listener:
         self._listened_s = self._last_answer_s = 0.0
 
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
-        """Wait only for the usual grace period from now on, because the local rank failed. Called from another thread.
+        """Shorten the wait to the grace period, because the local rank failed. Called from another thread.
 
-        After this returns, `on_wait` is not running and will not be called again, so what it uses can be closed. This
-        holds even if Ctrl-C is pressed once during this method. A second Ctrl-C ends the wait.
+        After this method returns, `on_wait` is not running and is never called again, so objects that it uses can be
+        closed. This holds even after one Ctrl-C during this method. A second Ctrl-C ends the wait.
 
         Args:
-            kinds: The kinds of failure of the local rank.
+            kinds: The local rank's kinds of failure.
         """
         self._kinds_of_driver |= set(kinds)
         self._is_stopped = True
@@ -64,7 +64,7 @@ class Listener:
             self._platform.sleep(_LOOK_S)
 
     def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
-        """Return the outcomes by rank. Blocks until all ranks have answered or the cause of a failure is clear."""
+        """Wait until all ranks have answered or the cause of a failure is clear. Return the outcomes by rank."""
         if not self._references:
             return {}
         values = self._wait_for_all_or_first_failure(on_wait)
@@ -82,7 +82,7 @@ class Listener:
         while waiting and not self._is_stopped:
             done = self._platform.any_ready(list(waiting), pause_s)
             if not done and on_wait is not None:
-                self._is_in_on_wait = True  # set before reading `_is_stopped`: `stop` writes that one, then reads this
+                self._is_in_on_wait = True  # set before `_is_stopped` is read: `stop` sets that, then reads this
                 try:
                     if not self._is_stopped:
                         on_wait()
@@ -97,7 +97,7 @@ class Listener:
         return None if waiting else [values[rank] for rank in self._references]
 
     def _look_closer(self) -> dict[int, Outcome]:
-        """Wait until the kind of failure is clear: see the grace periods above."""
+        """After a failure, collect further answers for the grace period. Return the outcomes by rank."""
         self._failed_at, own_time = self._platform.now(), OwnTime(self._platform.now)
         outcomes = {rank: self._platform.outcome(rank, reference) for rank, reference in self._references.items()}
         while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
@@ -113,7 +113,7 @@ class Listener:
         return outcomes
 
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
-        """Return how much longer to wait for the missing ranks, given these failures and those of the driver's rank."""
+        """Return how much longer to wait for missing ranks, given the remote and local failures so far."""
         kinds = self._kinds_of_driver | {found.failure.kind for found in outcomes.values() if found.failure}
         ran_s = self._failed_at - self._began
         return grace_s(kinds, self._asks_survivors, ran_s, self._last_answer_s) - self._listened_s
@@ -122,15 +122,15 @@ class Listener:
 def grace_s(
     kinds: Set[FailureKind], asks_survivors: bool = False, ran_s: float = 0.0, last_answer_s: float = 0.0
 ) -> float:
-    """Return how long to wait after the first of these failures.
+    """Return how long to wait for further answers, counted from the first failure.
 
     Args:
         kinds: The kinds of failure known so far.
-        asks_survivors: True if the survivors will be asked which ranks are alive.
-        ran_s: How long the call had run.
-        last_answer_s: Time of the last answer, in seconds after the first failure.
+        asks_survivors: True if the caller polls the survivors afterwards.
+        ran_s: How long the call ran before the first failure.
+        last_answer_s: Seconds from the first failure to the last answer.
     """
-    if "died" in kinds:  # a rank that answers now need not be asked later
+    if "died" in kinds:  # a rank that answers now need not be interrupted and polled later
         return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S) if asks_survivors else _DEATH_GRACE_S
     if kinds == {"disconnected"}:
         return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S
@@ -140,13 +140,16 @@ def grace_s(
 def roll_call(
     platform: Platform, references: Mapping[int, Any], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
-    """Ask which ranks are alive and wait for their answers. Return the outcomes, including those of silent ranks.
+    """Wait for the answers of ranks that were polled to find which are alive.
 
     Args:
         platform: Receives the answers.
-        references: The questions, by rank.
+        references: The polls, by rank.
         num_others: Number of other ranks that are known to be alive.
-        heartbeat_s: A worker that sends no heartbeat for so long counts as lost.
+        heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
+
+    Returns:
+        The outcomes by rank, including unanswered outcomes of silent ranks.
     """
     outcomes = {rank: Outcome(rank, answered=False) for rank in references}
     ranks = {reference: rank for rank, reference in references.items()}
@@ -157,17 +160,17 @@ def roll_call(
         waited_s = own_time.look()
         polled = [platform.outcome(ranks.pop(reference), reference) for reference in ready]
         outcomes |= {found.rank: found for found in polled}
-        answered_after_s += [waited_s for found in polled if found.ok]  # dead ranks say nothing about live ones
+        answered_after_s += [waited_s for found in polled if found.ok]  # only live ranks show how fast answers come
     return outcomes
 
 
 def await_all(platform: Platform, references: Collection[Any], timeout_s: float) -> None:
-    """Wait until all of these calls have ended, up to `timeout_s`, not counting time in which this process stood still.
+    """Wait until all calls have ended, up to `timeout_s`. Time in which this process was stalled does not count.
 
     Args:
         platform: Receives the answers.
         references: The calls.
-        timeout_s: How long to wait, on a machine that does not stall.
+        timeout_s: Longest time to wait.
     """
     own_time = OwnTime(platform.now)
     while own_time.look() < timeout_s:

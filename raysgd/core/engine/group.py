@@ -1,6 +1,6 @@
-"""The worker group: starts its workers, runs functions on them, finds the survivors of a failure, and stops.
+"""The worker group: starts workers, runs functions on them, finds the survivors of a failure, and stops the workers.
 
-Failures of remote workers are returned as `Outcome`s, never raised, and nothing is retried here.
+Failures of remote workers are returned as `Outcome`s, never raised. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdow
 
 logger = logging.getLogger(__name__)
 
-_LATE_S = 2.0  # ranks that take longer to answer are left out, but not killed
+_LATE_S = 2.0  # ranks that take longer are missing from the answers, but not killed
 _POLL_S = 0.1
 _STUCK_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class WorkerGroup:
-    """A set of workers, in rank order. Started once with `start`; `stop` and `kill` are final.
+    """The workers of a trainer by rank. `start` may be called once; `stop` and `kill` are final.
 
     Attributes:
-        slots: Its places in the cluster.
-        standby: Its standby workers.
-        workers: The driver's handles, by rank. During the start, in no order yet.
+        slots: The group's slots in the cluster.
+        standby: The group's standby workers.
+        workers: The driver's handles to the workers, by rank. Unordered until `start` has assigned ranks.
         infos: Node, process and GPUs of each worker, by rank.
-        worlds: The place of each rank among the others.
+        worlds: The `World` of each rank: rank, size, local rank and so on.
         gone: Ranks that were removed since the group was formed.
-        silent: Ranks that did not answer in the last `settle` and were not known to be dead.
+        silent: Ranks that did not answer in the last `settle`, although no death was reported.
         stuck: Ranks that answered in the last `settle` but did not finish their work. They may have finished since.
     """
 
@@ -64,7 +64,7 @@ class WorkerGroup:
         self.stuck: set[int] = set()
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
-        self._unanswered: dict[int, Any] = {}  # of the last calls that were gathered
+        self._unanswered: dict[int, Any] = {}  # by rank: calls that the last `_gather` left unanswered
         self._listening: dict[Any, tuple[str, int]] = {}
         self._has_listened = False
 
@@ -73,17 +73,17 @@ class WorkerGroup:
 
     @property
     def is_ended(self) -> bool:
-        """True if there are no processes, before the start or after the end."""
+        """True before the group is started and after it is stopped, when it has no workers."""
         return not self.workers
 
     @property
     def remote_ranks(self) -> list[int]:
-        """The ranks that are not in the driver."""
+        """The ranks that run outside the driver process."""
         return [rank for rank, worker in enumerate(self.workers) if not worker.is_local]
 
     @property
     def is_driver_only(self) -> bool:
-        """True if the only worker is the driver itself, so that no worker can be lost."""
+        """True if the driver process is the only worker, so that no worker can be lost."""
         return len(self.workers) <= self._spec.use_local
 
     @property
@@ -93,29 +93,29 @@ class WorkerGroup:
 
     @property
     def local_replica(self) -> Any:
-        """The replica in the driver; None if all workers are remote."""
+        """The replica in the driver process, or None if all workers are remote."""
         worker = self.workers[0]
         return worker.replica if isinstance(worker, LocalWorker) else None
 
     # ------------------------------------------------------------------------------------------------ start
 
     def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
-        """Start the workers and connect them. If too few start, everything is cleaned up.
+        """Start the workers and connect them. If too few workers start, kill them and release the resources.
 
-        Workers that die before they are connected are left out if enough others are ready. Replacements are started as
-        far as allowed. The start waits for them only if too few workers are ready; otherwise they step in later.
+        If a worker dies before the workers are connected, a replacement is started if that is still allowed. The start
+        waits for replacements only if too few workers are ready. Otherwise the replacements join later.
 
         Args:
-            reservation_timeout_s: How long to wait for room. By default, as in the spec.
-            min_workers: How many workers have to be ready before they are connected. By default, all.
+            reservation_timeout_s: How long to wait until the resources are granted. Default: the spec's timeout.
+            min_workers: Number of workers that must be ready before they are connected. Default: all.
 
         Returns:
-            The answers of the replicas' `setup`, or the report of the step that failed. If that was connecting or a
-            later step, `renew` may continue with the workers that are alive.
+            What the replicas' `setup` returned, or the report of the step that failed. If the workers failed while they
+            connected or later, `renew` can continue with the survivors.
 
         Raises:
             ReservationTimeoutError: The resources were not granted in time.
-            TrainerShutdownError: After `kill_workers`.
+            TrainerShutdownError: `kill_workers` was called.
         """
         timeout_s = reservation_timeout_s or self._spec.reservation_timeout_s
         with OnFailure(self.kill):
@@ -124,13 +124,13 @@ class WorkerGroup:
             if not report.ok:
                 self.kill()
                 return report
-            # Ranks depend on the nodes of the workers, which are known now.
+            # Ranks are assigned now, because they depend on the workers' nodes.
             order = rank_rules.in_order(report.values, first_stays=self._spec.use_local)
             self.give_ranks([self.workers[index] for index in order], [report.values[index] for index in order])
             return self._connect(partial(self._build, captures=self._spec.captures_after_calls), self._startup.poll)
 
     def _create(self, timeout_s: float) -> None:
-        """Reserve room for the workers and the spares, and start the worker processes."""
+        """Reserve resources for the workers and spares, and start the worker processes."""
         spec, workers = self._spec, self.workers
         if spec.use_local:
             workers.append(self._platform.new_local_worker(spec.connection))
@@ -138,7 +138,7 @@ class WorkerGroup:
             return
         packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
         self._platform.ensure_running()
-        num_slots = self.num_workers + self.num_spares  # including one for the driver
+        num_slots = self.num_workers + self.num_spares  # including a slot for the driver
         self.slots.reserve(num_slots, timeout_s, has_driver=spec.use_local, check=self._check_wanted)
         slot_of_driver = self.slots.take_slot() if spec.use_local else None
         for _ in range(len(workers), self.num_workers):
@@ -147,12 +147,16 @@ class WorkerGroup:
             self._startup.watch_worker(worker)
         self._check_wanted()
         if slot_of_driver is not None:
-            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # the others have their copies by now
+            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # remote workers have their copies
 
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
-        """Let the workers load what they need. Return where the ready workers run, or the report of what failed."""
+        """Run the user's hook and import the framework in all workers.
+
+        Returns:
+            The `WorkerInfo` of each ready worker, or the report of the failure.
+        """
         num_workers = len(self.workers)
-        placed = self._submit("describe", ranks=self.remote_ranks)  # answered even while the user's hook runs
+        placed = self._submit("describe", ranks=self.remote_ranks)  # answered even during the user's hook
         calls = self._submit("prepare", self._spec.initialization_hook)
         if placed and not self.slots.are_own:
             self._await_placement(list(placed.values()), timeout_s)
@@ -181,7 +185,11 @@ class WorkerGroup:
         return GroupReport((*report.outcomes, *(Outcome(-1, each.info) for each in joining)))
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
-        """Inside another placement group, actors may have to wait for room. Raise an error after a while."""
+        """Wait until Ray has placed all actors. Inside an outer placement group, they may have to wait for resources.
+
+        Raises:
+            ReservationTimeoutError: Some actors were not placed in time.
+        """
         import ray
 
         _, waiting = ray.wait(references, num_returns=len(references), timeout=timeout_s)
@@ -200,7 +208,7 @@ class WorkerGroup:
             self._startup.watch_worker(each.worker)
 
     def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
-        """Let all ranks join the group and build their replicas. Return the calls."""
+        """Start the calls in which all ranks join the group and build their replicas. Return the calls by rank."""
         make_replica = self._spec.make_replica
         return {
             rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
@@ -210,22 +218,23 @@ class WorkerGroup:
     def _connect(
         self, join: Callable[[Rendezvous], Mapping[int, Any]], on_wait: Callable[[], None] | None = None
     ) -> GroupReport:
-        """Let every rank listen for the others, and then connect to them.
+        """Make every rank listen for connections, then connect the ranks with `join`.
 
         Returns:
-            The answers of `join`. If a rank could not listen, no other rank has answered.
+            The answers of `join`. If a rank could not listen, the report contains its failure, and the other ranks
+            count as unanswered.
         """
         hosts = hosts_of(self.infos)
         listening, self._listening = self._listening, {}
         addresses = {rank: listening[worker] for rank, worker in enumerate(self.workers) if worker in listening}
-        # A rank leaves its old group when it opens an endpoint for the next one.
+        # Opening an endpoint also makes a rank leave its old group.
         if self.is_driver_only and not self._spec.connection.listens_alone and not self._has_listened:
             addresses.setdefault(0, (hosts[0], 0))
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
         self._has_listened |= bool(opening)
         calls = {rank: self.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
         opened = self._gather(calls, on_wait)
-        if not opened.ok:  # no rank was asked to join
+        if not opened.ok:  # `join` is not called on any rank
             failed = {found.rank: found for found in opened.outcomes if found.failure is not None}
             return GroupReport(tuple(failed.get(rank, Outcome(rank, answered=False)) for rank in range(len(hosts))))
         addresses |= {found.rank: (opening[found.rank], found.value) for found in opened.outcomes}
@@ -233,19 +242,19 @@ class WorkerGroup:
         return self._gather(join(Rendezvous(in_order, self.is_on_one_node)), on_wait)
 
     def give_ranks(self, workers: Sequence[LocalWorker | RemoteWorker], infos: Sequence[WorkerInfo]) -> None:
-        """Set the group's workers. Their order gives their ranks."""
+        """Set the group's workers. A worker's rank is its index."""
         self.workers, self.infos = list(workers), list(infos)
         note_processes(infos)
         self.worlds = rank_rules.assign(self.infos)
         self.num_workers, self.gone = len(self.workers), set()
 
     def take_over(self, kept: KeptGroup) -> None:
-        """Continue with workers that have outlived another process."""
+        """Adopt workers and slots that a previous process left."""
         self.give_ranks(kept.workers, kept.infos)
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
     def to_keep(self, facts: Sequence[Any]) -> KeptGroup:
-        """Return what another process needs to continue with these workers."""
+        """Return what another process needs to adopt these workers."""
         return KeptGroup(self.workers, self.infos, self.slots, facts)
 
     # ------------------------------------------------------------------------------------------------ calls
@@ -261,11 +270,21 @@ class WorkerGroup:
         on_wait: Callable[[], None] | None = None,
         by_line: bool = False,
     ) -> GroupReport:
-        """Run `function(replica, *args)` on the ranks in `args_by_rank` and gather the answers."""
+        """Run `function(replica, *args)` on the ranks in `args_by_rank` and gather the outcomes.
+
+        Args:
+            function: Called with the replica and the rank's arguments.
+            args_by_rank: The arguments of each rank.
+            capture: True to copy the state after the call.
+            landed: The workers' token of the newest snapshot that has arrived in the driver.
+            number: Number of the call. A worker that receives the same number again only repeats its reply.
+            on_wait: Called regularly during the wait.
+            by_line: True to send the call over a line (see `call_lines`) if possible, which is faster than a Ray call.
+        """
         workers = self.workers
-        packed: dict[int, tuple[Any, ...]] = {}  # by ID of the arguments, which are mostly the same for all ranks
+        packed: dict[int, tuple[Any, ...]] = {}  # by the arguments' `id`, because ranks often share them
         calls = {}
-        for rank, args in args_by_rank.items():  # pack all before sending any, so that no rank starts if one fails
+        for rank, args in args_by_rank.items():  # pack all before sending any: if packing fails, no rank has started
             if not workers[rank].is_local and id(args) not in packed:
                 packed[id(args)] = pack(function, capture, landed, args, number)
         for rank, args in args_by_rank.items():
@@ -278,11 +297,11 @@ class WorkerGroup:
         return self._gather(calls, on_wait)
 
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a remote rank's worker. Return Ray's reference to its result."""
+        """Call a method of a remote rank's worker. Return Ray's reference to the result."""
         return self._remote(rank).submit(method, *args, **kwargs)
 
     def _submit(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Call a method of these ranks' workers, by default of all. Return the calls."""
+        """Call a method of these ranks' workers (default: all ranks). Return the calls by rank."""
         asked = range(len(self.workers)) if ranks is None else ranks
         return {rank: self.workers[rank].submit(method, *args) for rank in asked}
 
@@ -292,13 +311,13 @@ class WorkerGroup:
         return worker
 
     def _gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
-        """Wait for all answers. After the first failure, wait only until it is clear what belongs to it."""
+        """Wait for all answers. After the first failure, wait only until its cause is clear. See `Listener`."""
         if self.is_driver_only:
             self._unanswered = {}
             return GroupReport(tuple([call.run(rank) for rank, call in calls.items()]))
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         listener = Listener(remote, self._spec.keeps_survivors, self._platform)
-        self._unanswered = remote  # in case Ctrl-C ends the wait
+        self._unanswered = remote  # kept if Ctrl-C ends the wait
         local = {rank: call for rank, call in calls.items() if rank not in remote}
         outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
@@ -308,9 +327,10 @@ class WorkerGroup:
     def _gather_both(
         self, local: Mapping[int, LocalCall], listener: Listener, on_wait: Callable[[], None] | None
     ) -> dict[int, Outcome]:
-        """Run the local call here while a thread gathers the remote answers.
+        """Run the local rank's call in this thread while another thread gathers the remote answers.
 
-        If the local rank waits for a remote one that failed, only breaking the group or killing the others frees it.
+        If the local rank waits for a remote rank that failed, the group is interrupted or the remote workers are
+        killed, because otherwise the local call would never return.
         """
         answers: dict[int, Outcome] = {}
         is_local_done = self._platform.make_event()
@@ -318,7 +338,7 @@ class WorkerGroup:
         def listen() -> None:
             answers.update(listener.listen(on_wait))
             if self._must_kill(answers, is_local_done, listener.left_s(answers)):
-                self._kill_remote()  # even the ranks that have answered
+                self._kill_remote()  # including ranks that have answered
                 answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
 
         join = self._platform.begin_thread(listen)
@@ -329,12 +349,12 @@ class WorkerGroup:
             is_local_done.set()
             if not all(rank in outcomes and outcomes[rank].ok for rank in local):
                 listener.stop([found.failure.kind for found in outcomes.values() if found.failure])
-        with OnFailure(listener.stop):  # the group ends after an error, so the thread must not use it any more
+        with OnFailure(listener.stop):  # after an error the group is killed, so the thread must stop using it
             join()
         return {**outcomes, **answers}
 
     def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:
-        """Return True if the remote processes must be killed, because the local call does not return otherwise."""
+        """Return True if the remote workers must be killed, because the local call would not return otherwise."""
         if all(found.ok for found in answers.values()):
             return False
         own_time = OwnTime(self._platform.now)
@@ -352,17 +372,17 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ during calls
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` on a rank that may be busy. Return the transfer of its result."""
+        """Run `function(replica, *args)` in a rank's second thread, even during a call. Return the transfer."""
         return self._platform.transfer(self.submit_beside(rank, function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` in the worker's third thread, so that no heartbeat waits for a slow result."""
+        """Run `function(replica, *args)` in a rank's third thread, where a slow result does not delay heartbeats."""
         return self._platform.transfer(self.workers[rank].submit("send", function, *args))
 
     def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
-        """Fetch a part from each rank with `function(replica, token)`, so that all parts outlive the loss of a node.
+        """Fetch a shard from each rank with `function(replica, token)`. Store copies that survive the loss of a node.
 
-        A part goes to a partner on another node, or to the driver if there is none.
+        A shard is copied to a partner rank on another node, or to the driver if there is no such partner.
         """
         parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
         keepers = rank_rules.keepers(self.infos, self._platform.home)
@@ -375,7 +395,11 @@ class WorkerGroup:
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
     ) -> dict[int, Any]:
-        """Call `method` of these ranks (by default all) during their work. Return the answers that arrive in time."""
+        """Call `method` of these ranks' workers (default: all ranks), even during calls.
+
+        Returns:
+            The answers that arrive in time, by rank.
+        """
         calls = self._submit(method, *args, ranks=ranks)
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         if remote:
@@ -386,32 +410,32 @@ class WorkerGroup:
         return {found.rank: found.value for found in outcomes if found.ok or found.rank not in remote}
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(replica, *args)` on a rank during its work. Return the call, for `poll`."""
+        """Start `function(replica, *args)` in a rank's second thread, even during a call. `poll` takes the result."""
         return self.workers[rank].submit("beside", function, *args)
 
     def poll(self, rank: int, call: Any) -> Outcome:
-        """Return the present outcome of a call of `submit_beside`."""
+        """Return the current outcome of a call that `submit_beside` started."""
         return self._platform.outcome(rank, call)
 
     def store(self, value: Any) -> SharedValue:
-        """Put `value`, once, where all ranks of any group can read it."""
+        """Store one copy of `value` that the ranks of any group can read."""
         return SharedValue(value, None) if self.is_driver_only else self._platform.store(value)
 
     def share(self, value: Any) -> list[Any]:
-        """Return `value`, stored or not, as an argument for each rank. Remote ranks share one copy."""
+        """Return `value` as an argument for each rank. Remote ranks get a reference to one stored copy."""
         stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
-        if stored.reference is None:  # it may have been stored when the driver was the only worker
+        if stored.reference is None:  # also if `store` ran while the driver was the only worker
             stored = self.store(stored.value)
         return [stored.value if worker.is_local else stored.reference for worker in self.workers]
 
     # --------------------------------------------------------------------------------------------- survivors
 
     def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
-        """After a failed call, free the ranks that wait for lost ones. Return the ranks that can still be used.
+        """After a failed call, interrupt ranks that wait for lost ranks. Return the ranks that can still be used.
 
         Args:
             report: The report of the call.
-            tell_stuck: Called once if a living rank takes long to finish its work.
+            tell_stuck: Called once if a live rank takes long to finish its work.
         """
         unanswered, self._unanswered = self._unanswered, {}
         lost = {found.rank for found in report.outcomes if found.has_died}
@@ -424,14 +448,14 @@ class WorkerGroup:
         return [rank for rank in range(len(self.workers)) if rank not in lost]
 
     def settle_any(self) -> list[int]:
-        """Free and return the ranks like `settle`, even if they are in calls of another process."""
+        """Like `settle`, but for ranks that may be in any call, even a call of a previous process."""
         self.interrupt()
         behind = self._submit("execute", _nothing, ranks=self.remote_ranks)
         self._unanswered = {**self._unanswered, **behind}
         return self.settle(GroupReport(()))
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ones of these idle ranks that are alive. Those that do not answer at all become `silent`."""
+        """Return which of these idle ranks are alive. Add ranks that do not answer to `silent`."""
         remote = set(self.remote_ranks)
         calls = self._submit("describe", ranks=[rank for rank in ranks if rank in remote])
         answers = self._roll_call(calls, len(ranks) - len(calls))
@@ -439,9 +463,18 @@ class WorkerGroup:
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
 
     def nodes_of(self, lost: Collection[int], infos: Sequence[WorkerInfo]) -> LostNodes | None:
-        """Return what is known about the nodes of lost ranks, given their places; None if that is no news."""
+        """Describe the nodes of lost ranks, if all workers of those nodes were lost.
+
+        Args:
+            lost: The lost ranks.
+            infos: Where each rank ran, by rank.
+
+        Returns:
+            The lost nodes. None if a lost rank's node still has workers or is the driver's node, or if some of the
+            nodes are alive and each lost only one worker.
+        """
         emptied = emptied_nodes(lost, infos)
-        if not emptied or self._platform.home in emptied:  # the driver's node is alive, so only workers were lost
+        if not emptied or self._platform.home in emptied:  # the driver's node is alive
             return None
         addresses = tuple(emptied.values())
         if not self._platform.living_nodes() & emptied.keys():
@@ -449,7 +482,7 @@ class WorkerGroup:
         return LostNodes(addresses) if len(lost) > len(emptied) else None
 
     def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
-        """Wait until these calls of survivors have finished. Return the ranks that do not finish, or are dead."""
+        """Wait until these calls of survivors finish. Return the ranks that died or did not finish in time."""
         platform, timeout_s = self._platform, self._spec.settle_timeout_s
         own_time, has_told = OwnTime(platform.now), False
         while calls and (waited_s := own_time.look()) < timeout_s:
@@ -460,12 +493,12 @@ class WorkerGroup:
                 has_told = True
         outcomes = [platform.outcome(rank, call) for rank, call in calls.items()]
         self.stuck = {found.rank for found in outcomes if not found.answered}
-        if self.stuck and not has_told:  # the driver may have stood still in the meantime
+        if self.stuck and not has_told:  # if the driver itself stalled, the loop may have skipped this
             tell_stuck()
         return self.stuck | {found.rank for found in outcomes if found.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """End all waits of these ranks for others. Return the calls to remote ranks without waiting for them."""
+        """Interrupt the collectives of these ranks. Return the calls to remote ranks without waiting for them."""
         calls = self._submit("interrupt", ranks=ranks)
         for rank, call in [*calls.items()]:
             if isinstance(call, LocalCall):
@@ -476,10 +509,10 @@ class WorkerGroup:
         return roll_call(self._platform, references, num_others, self._spec.heartbeat_s)
 
     def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
-        """Let the survivors leave their group, and return the progress of each.
+        """Make the survivors leave their group. Return the progress of each survivor.
 
-        They also start listening for the next group, which saves a round trip. Their addresses assume that no other
-        worker joins.
+        They also start listening for the next group, which saves a round trip. The addresses are usable only if the
+        next group's hosts stay the same, for example if no other worker joins.
         """
         hosts = dict(zip(survivors, hosts_of([self.infos[rank] for rank in survivors]), strict=True))
         calls = {rank: self.workers[rank].submit("leave_group", host) for rank, host in hosts.items()}
@@ -512,14 +545,14 @@ class WorkerGroup:
         """Form a new group of survivors and joining workers.
 
         Args:
-            survivors: Ranks in the old group, which have left it.
-            joining: Workers from `standby`.
-            handover: Which new ranks take over the state, and from which rank.
+            survivors: Ranks in the old group. They have already left it.
+            joining: Workers taken from `standby`.
+            handover: The new ranks that receive the state, and the rank that sends it.
             on_wait: Called regularly during the wait.
-            places: The new rank of each worker, survivors first. By default, ranks follow that order.
+            places: The new rank of each worker, survivors first. Default: 0, 1, 2 and so on in this order.
 
         Returns:
-            The replicas' facts. If this fails, the group is unusable.
+            The replicas' facts, or the report of a failure, after which the group is unusable.
         """
         self._give_places(survivors, joining, places)
         handover = handover.by_node(self.worlds)
@@ -541,16 +574,16 @@ class WorkerGroup:
         *,
         captures: bool = False,
     ) -> GroupReport:
-        """Form a new group like `regroup`, but build new replicas without state in all processes.
+        """Form a new group like `regroup`, but rebuild the replica in every process, without any state.
 
         Args:
-            survivors: As for `regroup`.
-            joining: As for `regroup`.
-            on_wait: Called regularly during the wait. By default, frozen workers are killed as during a start.
-            captures: True if the replicas copy their state.
+            survivors: Ranks in the old group. They have already left it.
+            joining: Workers taken from `standby`.
+            on_wait: Called regularly during the wait. Default: kill frozen workers, as during a start.
+            captures: True to copy the replicas' state after `setup`.
 
         Returns:
-            The answers of `setup`. If this fails, the group is unusable.
+            What `setup` returned, or the report of a failure, after which the group is unusable.
         """
         self._look_after(joining)
         self._give_places(survivors, joining)
@@ -566,22 +599,22 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------- end
 
     def interrupt(self) -> None:
-        """Break the group: end all waits of ranks for each other."""
+        """Break the group: interrupt the collectives of all ranks."""
         self._interrupt(range(len(self.workers)))
 
     def kill_rank(self, rank: int) -> None:
-        """Kill a worker that does not answer any more, even if its process is stopped."""
+        """Kill a worker that no longer answers, even if its process is suspended (SIGSTOP)."""
         self.workers[rank].kill()
         self._platform.kill_process(self.infos[rank])
 
     def kill_workers(self) -> None:
-        """Make the thread that starts or uses the group return and kill it. Called from another thread."""
+        """Kill the workers, so that the thread that starts or uses the group returns. Called from another thread."""
         self._is_cancelled = True
         self.standby.cancel()
         self._kill_remote()
 
     def _kill_remote(self) -> None:
-        """Kill the remote processes, and free the driver's own worker if it waits for them. May run in any thread."""
+        """Kill the remote workers and interrupt the local worker, which may wait for them. Any thread may call this."""
         for worker in tuple(self.workers):
             if isinstance(worker, RemoteWorker):
                 worker.kill()
@@ -589,7 +622,7 @@ class WorkerGroup:
                 worker.interrupt()
 
     def stop(self, timeout_s: float) -> None:
-        """Let every worker close, then kill the processes and release the resources."""
+        """Close every replica, then kill the processes and release the resources."""
         try:
             remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]
             for worker in self.workers:
@@ -608,42 +641,46 @@ class WorkerGroup:
             self.kill(timeout_s)
 
     def kill(self, timeout_s: float = 5.0) -> None:
-        """Kill the processes at once and release the resources. Safe at any time, even half-started or twice."""
+        """Kill the processes without closing the replicas, and release the resources.
+
+        Safe at any time: during a start, or more than once.
+        """
         try:
             self.standby.kill_all()
             workers, self.workers = self.workers, []
-            for worker in sorted(workers, key=lambda w: w.is_local):  # remote ones first: a local one may wait for them
+            for worker in sorted(workers, key=lambda w: w.is_local):  # remote first: the local worker may wait for them
                 worker.kill()
         finally:
             self.slots.close(timeout_s)
 
 
 def _nothing() -> None:
-    """Do nothing. Runs after the present work of a worker, to see when that is done."""
+    """Do nothing. A worker runs this after its current call, which shows when that call is done."""
 
 
 class GroupHooks:
-    """Hooks that follow the groups of a trainer. By default they do nothing. The lifecycle calls them in the driver.
+    """Hooks of a front end, called in the driver when a trainer's groups start, change, fail and end.
 
-    A hook may use the group that it gets. It must not call the controller, which is waiting for it.
+    A hook may use the group that it receives. It must not call the controller, which is waiting for the hook. By
+    default, hooks do nothing.
     """
 
     def on_start(self, group: WorkerGroup) -> GroupReport | None:
-        """Called when the workers run and are connected, before any call.
+        """Called after the workers have started and connected, before any call.
 
         Returns:
-            The report of a call in which a worker died, which makes the start fail. None if all is well.
+            None, or the report of a call in which a worker died. The start then fails.
         """
         return None
 
     def on_change(self, group: WorkerGroup) -> None:
-        """Called when the group has new members or ranks. The workers that stayed continue where they are."""
+        """Called after the group's members or ranks have changed in place. Workers that stayed keep their state."""
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
-        """Called when a call failed and is about to run again on new workers."""
+        """Called after a call has failed, before all workers restart."""
 
     def on_stop(self, group: WorkerGroup) -> None:
-        """Called before the workers are stopped in an orderly way, after `on_end`."""
+        """Called after `on_end` and before the workers are closed. Not called if they are killed."""
 
     def on_end(self, group: WorkerGroup) -> None:
-        """Called before the workers end in any way. May be called from any thread, and more than once for a group."""
+        """Called before the workers are closed or killed. Any thread may call it, and more than once per group."""

@@ -1,7 +1,7 @@
-"""Workers that outlive the process of their controller, and what a later process needs to use them again.
+"""Lets workers outlive their controller's process, and lets a later process find and use them.
 
-Only a detached trainer has a `Keeper`. It keeps the group and the number of calls that changed the state. The workers
-keep the rest: each knows the number of its last such call, and its reply to it.
+Only a detached trainer has a `Keeper`. It stores the group and the number of calls that change the state. Each worker
+stores the number of its last such call and its reply to that call.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _PREFIX = "worker:"
 
 @dataclass(frozen=True)
 class CallNumber:
-    """The number of a call. A worker that receives a call twice runs it once and repeats its reply.
+    """Identifies a call. A worker that receives the same number twice runs the call once and repeats its reply.
 
     Attributes:
-        call: Number of calls that change the state, up to and including this one.
-        attempt: How often it was tried before.
-        is_resumed: True if it continues an interrupted call.
-        function: Name of the function that it runs.
+        call: Number of calls that change the state, up to and including this call.
+        attempt: Number of earlier attempts.
+        is_resumed: True if the attempt resumes an interrupted call.
+        function: Name of the call's function.
     """
 
     call: int
@@ -35,7 +35,14 @@ class CallNumber:
 
 @dataclass(frozen=True)
 class KeptGroup:
-    """A group as a later process finds it: workers by rank, their places, their slots and their facts."""
+    """What a later process needs to adopt a group.
+
+    Attributes:
+        workers: The driver's handles, by rank.
+        infos: Node, process and GPUs of each worker, by rank.
+        slots: The group's `Slots`.
+        facts: What the replicas' `setup` returned, by rank.
+    """
 
     workers: Sequence[Any]
     infos: Sequence[Any]
@@ -44,15 +51,15 @@ class KeptGroup:
 
 
 class Keeper:
-    """Keeps what is needed to find the workers of a detached trainer again.
+    """Saves what a later process needs to find the workers of a detached trainer.
 
     Args:
         trainer: Name of the trainer.
-        write: Saves the bytes of a group in place of the previous ones.
+        write: Saves the pickled group, replacing the previous one.
 
     Attributes:
-        num_calls: Number of calls that change the state that were started.
-        found: The newest call number found on a worker.
+        num_calls: Number of state-changing calls that were started.
+        found: The newest call number found on the adopted workers. None if there is none.
     """
 
     def __init__(self, trainer: str, write: Callable[[bytes], object]) -> None:
@@ -62,21 +69,24 @@ class Keeper:
         self.found: CallNumber | None = None
 
     def actor_options(self) -> dict[str, Any]:
-        """Return the options of an actor that outlives this process."""
+        """Return Ray options for an actor that outlives this process."""
         return {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{_prefix(self._trainer)}{uuid.uuid4().hex}"}
 
     def keep_group(self, group: KeptGroup) -> None:
-        """Save a group."""
+        """Save the group."""
         from ray import cloudpickle
 
         self._write(cloudpickle.dumps(group))
 
     def take_up(self, group: bytes | None) -> None:
-        """Continue with the group that the previous process saved."""
+        """Set the pickled group that the previous process saved, for `find`."""
         self._group = group
 
     def find(self) -> KeptGroup | None:
-        """Return that group, the first time only. Kill all other workers of the trainer."""
+        """Return the group that the previous process saved, and kill the trainer's other workers.
+
+        Return None if there is no such group. Later calls also return None.
+        """
         kept, self._group = self._group, None
         if kept is None:
             return None
@@ -85,7 +95,10 @@ class Keeper:
         return group
 
     def number(self, call: Any) -> CallNumber | None:
-        """Return the number of a call that starts. If the previous process died during it, return that number."""
+        """Return the number for a call that is about to start, or None if the call does not change the state.
+
+        If the previous process died during the same call, return the number that the workers have.
+        """
         if not call.changes_state:
             return None
         self.num_calls += 1
@@ -115,11 +128,11 @@ _KEEPER: Keeper | None = None
 
 
 def keep(keeper: Keeper) -> None:
-    """Let the workers that this process starts outlive it."""
+    """Make workers that this process starts outlive it."""
     global _KEEPER
     _KEEPER = keeper
 
 
 def keeper() -> Keeper | None:
-    """Return the keeper of this process; None if its workers end with it."""
+    """Return this process's keeper, or None if its workers end with it."""
     return _KEEPER

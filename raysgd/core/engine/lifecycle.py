@@ -1,6 +1,6 @@
-"""The lifecycle of a trainer's group: how it starts, where more workers find room, and how it ends.
+"""The lifecycle of a trainer's worker group: starts it, finds resources for more workers, and stops it.
 
-`recovery` handles the failure of workers.
+`repair` handles failures of workers.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdow
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 4
-RELEASE_S = 60.0  # to wait until Ray has released a reservation
-_REPLACEMENTS = START_ATTEMPTS - 1  # for each worker that dies while a group starts: as many as there are retries
-SETTLE_S = 1.0  # Ray's view of free resources lags behind by some hundred milliseconds
-_RETURN_S = 10.0  # on a busy machine it takes seconds until a removed placement group has freed its resources
-_IN_THE_WAY_S = 5.0  # for room that this program itself holds, because it will hardly release it while it waits
+RELEASE_S = 60.0  # longest wait until Ray has released a reservation
+_REPLACEMENTS = START_ATTEMPTS - 1  # per worker, while a group starts: as many as there are retries
+SETTLE_S = 1.0  # Ray's view of free resources lags by a few hundred milliseconds
+_RETURN_S = 10.0  # on a busy machine, a removed placement group frees its resources after seconds
+_IN_THE_WAY_S = 5.0  # for resources that this program holds: it will hardly release them while it waits
 _GROWTH_RESERVATION_S = 1.0  # free resources are granted at once, unless another program took them
 _SUSPICION_S = 60.0
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The clock, sleep and locks of the engine. Tests bring their own.
+    """The engine's clock, sleep and locks. Tests replace them.
 
     Attributes:
-        monotonic: Returns seconds on a clock that only moves forward.
-        sleep: Waits.
-        make_lock: Makes a reentrant lock for the threads of the driver.
-        make_condition: Makes a condition variable for them.
+        monotonic: Returns seconds of a monotonic clock.
+        sleep: Sleeps for a number of seconds.
+        make_lock: Creates a reentrant lock for the driver's threads.
+        make_condition: Creates a condition variable for the driver's threads.
     """
 
     monotonic: Callable[[], float] = time.monotonic
@@ -67,14 +67,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class ElasticRules:
-    """The rules by which a group responds to changes of the cluster.
+    """How a group responds to changes of the cluster.
 
     Attributes:
-        wait: Do survivors of a failure wait for new workers? See `resizing`.
-        resize_interval_s: How often a running call looks for room to grow; None for never.
-        leaving_nodes: Returns the nodes that will go away soon.
+        wait: Whether survivors of a failure wait for new workers. See `resizing`.
+        resize_interval_s: How often a running call checks for free resources to grow. None for never.
+        leaving_nodes: Returns the IDs of the nodes that will go away soon.
         keeps_global_batch: Returns True if a step does not depend on the number of workers, so that survivors can
-            continue calls alone.
+            continue calls without replacements.
     """
 
     wait: Wait = True
@@ -84,30 +84,30 @@ class ElasticRules:
 
 
 class Lifecycle(ABC):
-    """Holds the group of a trainer. Only this class starts and stops groups. It starts none after it was stopped.
+    """Holds a trainer's worker group. Only this class starts and stops groups, and none after the trainer is stopped.
 
     `ElasticController` runs calls on the group.
 
     Args:
-        spec: The settings from which a group is started.
+        spec: The settings with which groups are started.
         scaling: Decides the number of workers.
-        make_group: Makes a group that is not started yet.
-        view: Reads the state of the cluster.
-        clock: Time. By default, a wait ends when the trainer is stopped.
+        make_group: Creates a group without starting it.
+        view: Returns the state of the cluster.
+        clock: The clock, sleep and locks. Default: real time. Stopping the trainer ends a sleep.
         rules: How the group responds to changes of the cluster.
-        hooks: What the front end does when a group starts and ends.
+        hooks: The front end's hooks.
 
     Attributes:
-        group: The group; None before the first start, and after it was killed.
-        snapshots: The snapshots.
-        history: The events of the group.
-        facts: What the replicas returned from `setup`, by rank.
+        group: The group. None before the first start and after the group was killed.
+        snapshots: The snapshots and the calls since the last one.
+        history: The events of the groups.
+        facts: What the replicas' `setup` returned, by rank.
         stopped: Set once the trainer is stopped. No group is started after that.
-        interrupted: ID of the thread whose call has to end; None if there is none.
-        gives_state_up: True if the state that only workers have could not be fetched.
-        is_fetching: True while that state is being fetched.
-        newcomers: Workers that were to take over the state and may not have it.
-        is_ending: True if the program is about to end, so that lost workers are not replaced any more.
+        interrupted: ID of the thread whose call must end. None if no call was interrupted.
+        gives_state_up: True if state that only workers had could not be fetched.
+        is_fetching: True while state that only workers have is being fetched.
+        newcomers: Workers that should have received the state in a regroup, and may not have it.
+        is_ending: True if the program is about to end, so that lost workers are no longer replaced.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Lifecycle(ABC):
         self.history = GroupHistory()
         self.group: WorkerGroup | None = None
         self._starting: WorkerGroup | None = None
-        self._session: Any = None  # Ray session of the workers; None if all workers run in this process
+        self._session: Any = None  # the workers' Ray session; None if the driver is the only worker
         self.facts: list[Any] = []
         self._replacements = Replacements()
         self._owes_spares = False
@@ -140,35 +140,35 @@ class Lifecycle(ABC):
 
     @property
     def holds_only_state(self) -> bool:
-        """True if only workers have the state, so that it has to be fetched before any of them is killed."""
+        """True if only the workers have the state, so that it must be fetched before any of them is killed."""
         if not self.snapshots.is_only_in_workers or self.gives_state_up:
             return False
         return self.group is not None and not self.group.is_driver_only and not self.has_session_ended
 
     @property
     def num_workers(self) -> int:
-        """Number of workers now; without a group, the number that the next one should have."""
+        """Number of workers in the group, or without a group, the number that the next group should have."""
         return self.group.num_workers if self.group is not None else self.scaling.max_workers
 
     @abstractmethod
     def make_room(self) -> str:
-        """Let this program release room if too little is free. Return what still holds room, in words."""
+        """Release resources of this program's other trainers if too few are free. See `ElasticController`."""
 
     @property
     def running(self) -> WorkerGroup:
-        """The group. There has to be one."""
+        """The group. There must be one."""
         assert self.group is not None, "there is no group at this moment"
         return self.group
 
     def keep_facts(self, facts: list[Any]) -> None:
-        """Take the facts of new replicas. If the group outlives this process, save them with it."""
+        """Set the facts of the replicas. If the group outlives this process, save the group with the facts."""
         self.facts = facts
         kept_by = keeper()
-        if kept_by and self.group is not None:  # every change of the group also changes the facts
+        if kept_by and self.group is not None:  # called for every change of the group
             kept_by.keep_group(self.group.to_keep(facts))
 
     def now(self) -> float:
-        """Return seconds on the clock by which everything waits."""
+        """Return seconds of the engine's monotonic clock."""
         return self.clock.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -192,12 +192,12 @@ class Lifecycle(ABC):
     def start_workers(self, budget: RetryBudget) -> None:
         """Start the full number of workers, for the first time.
 
-        If a worker dies during the start, the start is tried again while the budget lasts. If groups can change, only
-        that worker is replaced, in its slot. An exception in the user's set-up is raised at once.
+        If a worker dies during the start, the start is repeated as long as the budget allows. If groups can change,
+        only that worker is replaced, in its slot. An exception of the user's set-up code is raised at once.
 
         Raises:
             WorkersLostError: Workers died too often.
-            WorkerError: The user's set-up failed.
+            WorkerError: The user's set-up code failed.
             ReservationTimeoutError: The resources were not granted in time.
         """
         began = self.now()
@@ -218,7 +218,7 @@ class Lifecycle(ABC):
         self.record("started", 0, began, "a new trainer")
 
     def take_over(self) -> bool:
-        """Continue with workers that have outlived another process. Return False if there are none."""
+        """Adopt the workers that the trainer's previous process left. Return False if there are none."""
         kept_by = keeper()
         kept = kept_by.find() if kept_by else None
         if kept_by is None or kept is None:
@@ -228,17 +228,17 @@ class Lifecycle(ABC):
         self._session = session()
         self.group = group
         self.keep_facts(list(kept.facts))
-        self.snapshots.completed(None)  # no snapshot has their state yet
+        self.snapshots.completed(None)  # no snapshot has the workers' state yet
         numbers = [number for number in group.ask_beside("last_call").values() if number is not None]
         kept_by.found = max(numbers, key=lambda number: (number.call, number.attempt), default=None)
         logger.info("found %s workers again", len(kept.workers))
         return True
 
     def try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
-        """Start a group from the workers that survive the start, if they are enough. Return False if they are not.
+        """Start a group. Return False if too few workers survive the start.
 
         Raises:
-            WorkerError: The user's set-up failed.
+            WorkerError: The user's set-up code failed.
             ReservationTimeoutError: The resources were not granted in time.
         """
         group = self.make_group(self.spec, num_workers)
@@ -258,20 +258,20 @@ class Lifecycle(ABC):
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and not self.snapshots.has_any:
             self.snapshots.take_from(group, copies, is_first=True)
-        if num_spares and not self.spec.runs_on:  # otherwise the front end starts them when it knows what will run
+        if num_spares and not self.spec.runs_on:  # else the front end starts them, once it knows the function
             group.standby.start_more(num_spares, num_workers)
         return True
 
     def take_answers(self, report: GroupReport) -> None:
-        """Take the facts of new replicas, and request room for the workers that the group lacks."""
+        """Set the facts of new replicas from a report, and request resources for missing workers."""
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
         self.keep_facts([answer.value for answer in report.values])
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
-        """Start a group and let the front end see it. If that fails, clean up everything."""
+        """Start a group and call the front end's hooks. If that fails, kill the group and release its resources."""
         self._starting = group
         group.standby.replacements = self._replacements
-        # The number of workers that have to survive the start; None for all, if a group cannot change.
+        # Number of workers that must survive the start. None means all, because such a group cannot change later.
         num_needed = self.scaling.min_workers if self.spec.keeps_processes else None
         try:
             with OnFailure(group.kill):
@@ -299,18 +299,18 @@ class Lifecycle(ABC):
         *,
         captures: bool = False,
     ) -> GroupReport:
-        """After workers were lost while replicas were built or restored, build new replicas in the others.
+        """After workers were lost while replicas were built or restored, rebuild the replicas of the survivors.
 
-        If too few survive, wait for standby workers as long as any are getting ready.
+        If too few workers survive, wait for standby workers as long as any are starting.
 
         Args:
             report: The report of the call in which workers were lost.
-            group: The group. Unusable afterwards if this fails.
-            on_wait: As for `WorkerGroup.renew`.
-            captures: As for `WorkerGroup.renew`.
+            group: The group. If this fails, it is unusable.
+            on_wait: Called regularly during the wait. Default: kill frozen workers, as during a start.
+            captures: True to copy the replicas' state after `setup`.
 
         Returns:
-            The answers of `setup`, or the last report if too few workers are left or something else failed.
+            What `setup` returned, or the last report if too few workers are left or user code failed.
         """
         while self.spec.keeps_processes and not report.ok and not group.is_ended and classify(report).kind != "user":
             logger.warning("%s; continuing with the others", words(classify(report)))
@@ -327,7 +327,7 @@ class Lifecycle(ABC):
         return report
 
     def allow_replacements(self) -> None:
-        """Allow a limited number of replacements for all attempts of one start together."""
+        """Allow a limited number of replacements, in total for all attempts of the next start."""
         num_allowed = _REPLACEMENTS * self.scaling.max_workers
         self._replacements.num_left = num_allowed if self.spec.keeps_processes else 0
 
@@ -338,22 +338,25 @@ class Lifecycle(ABC):
     # ------------------------------------------------------------------------------------- room in the cluster
 
     def has_room(self) -> bool:
-        """Return True if there is room for all workers, or never can be: no one has to release room then."""
+        """Return True if other trainers need not release resources.
+
+        That is, if the free resources are enough for all workers and spares, or even the whole cluster is too small.
+        """
         needs_none = self.spec.use_local and self.scaling.max_workers == 1
-        if needs_none or self.spec.within not in ("default", None):  # a given placement group has its own room
+        if needs_none or self.spec.within not in ("default", None):  # an existing placement group has its own resources
             return True
         view, need = self.settled_view(), self.spec.resources
         wanted = self.scaling.max_workers + self.spec.num_spares
         return capacity(view, need) >= wanted or capacity(view, need, free_only=False) < wanted
 
     def settled_view(self) -> ClusterView:
-        """Return the cluster, after its view of free resources has caught up with what we just released."""
+        """Return the cluster, after waiting until Ray's view includes resources that were just released."""
         need, began = self.spec.resources, self.now()
         while True:
             view = self.view()
             wanted = min(self.scaling.max_workers, capacity(view, need, free_only=False))
             settling = {node.node_id for node in view.nodes if node.is_settling}
-            # Do not wait for room on a node that is probably lost.
+            # Do not wait for resources of nodes that are probably lost.
             patience_s = _RETURN_S if settling and settling - self.nodes_to_avoid else SETTLE_S
             if capacity(view, need) >= wanted or self.now() >= began + patience_s:
                 return view
@@ -361,29 +364,29 @@ class Lifecycle(ABC):
 
     @property
     def resizing(self) -> Resizing:
-        """When the number of workers changes, as of now."""
+        """The current rules for when the number of workers changes."""
         keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
         rules, most = self._rules, self.scaling.max_workers
         return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)
 
     def note_short_of_memory(self) -> None:
-        """Note that memory has run out with the present number of workers."""
+        """Record that memory ran out with the current number of workers."""
         self._num_short = len(self.running)
 
     def find_room(self) -> int:
-        """Return how many more workers a new group could have, if it also used the room of this one."""
+        """Return how many more workers than now a new group could have, given free resources and current slots."""
         group, need = self.running, self.spec.resources
         if len(group) >= self.scaling.max_workers:
             return 0
         group.slots.take_granted()
         avoid = self.nodes_to_avoid
         view = self.view().without(avoid)
-        if not self.scaling.grow(view, need, len(group), len(group.slots)):  # without room, spare Ray the next query
+        if not self.scaling.grow(view, need, len(group), len(group.slots)):  # saves a query
             return 0
         return self.scaling.grow(view, need, len(group), group.slots.num_usable(avoid))
 
     def start_standby(self) -> None:
-        """Start the workers that the group lacks, if there is room. Does not wait for them."""
+        """Start missing workers if resources are free. Does not wait until they are ready."""
         group, most = self.running, self.scaling.max_workers
         group.slots.take_granted()
         missing = most - len(group) - group.standby.num_all
@@ -391,7 +394,7 @@ class Lifecycle(ABC):
             self._start_more(missing, most, missing)
 
     def _start_more(self, count: int, world_size: int, most: int) -> None:
-        """Start `count` workers. Reserve new room for at most `most` of them."""
+        """Start up to `count` workers. Reserve new resources for at most `most` of them."""
         group = self.running
         most = min(most, count - group.standby.start_more(count, world_size, self.nodes_to_avoid))
         num_free = min(most, capacity(self.view(), self.spec.resources)) if most > 0 else 0
@@ -402,10 +405,10 @@ class Lifecycle(ABC):
             except ReservationTimeoutError:
                 logger.info("another program took the resources for %s more workers", num_free)
         group.slots.ask_up_to(self.scaling.max_workers, len(group))
-        self.keep_facts(self.facts)  # saves the slots for a process that follows this one
+        self.keep_facts(self.facts)  # saves the slots for the trainer's next process
 
     def let_step_in(self) -> None:
-        """Hold replicas that keep running between calls, wherever they are, as soon as workers can join them."""
+        """If workers can join replicas that keep running between calls, interrupt the replicas' call for that."""
         group = self.group
         if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
             return
@@ -413,38 +416,38 @@ class Lifecycle(ABC):
             group.ask_beside("beside", replica.hold)
 
     def admits_others(self) -> bool:
-        """Return True if all replicas would let others join where they are. Asks them while they run."""
+        """Poll the replicas, even during a call. Return True if all would let other workers join now."""
         reports = self.group.ask_beside("beside", replica.replica_progress) if self.group is not None else {}
         return len(reports) == self.num_workers and all(each.admits and not each.obstacle for each in reports.values())
 
     def start_spares(self) -> None:
-        """Start as many spares as were used up or lost. Does not wait for them."""
+        """Start missing spares. Does not wait until they are ready."""
         self._owes_spares = False
         group = self.group
         if group is None:
             return
         missing = self.spec.num_spares - group.standby.num_all
-        if missing > 0:  # the last restart may have had too little room for all
+        if missing > 0:  # the last restart may have lacked resources for spares
             num_wanted = self.scaling.max_workers + self.spec.num_spares
             self._start_more(missing, len(group), num_wanted - len(group.slots))
 
     def owe_spares(self) -> None:
-        """Start missing spares later, because a starting process slows down the others on its node."""
+        """Postpone the start of missing spares, because a starting process slows down other workers on its node."""
         self._owes_spares = True
 
     def start_owed_spares(self) -> None:
-        """Start missing spares if `owe_spares` was called."""
+        """Start missing spares if `owe_spares` has postponed that."""
         if self._owes_spares:
             self.start_spares()
 
     @property
     def nodes_to_avoid(self) -> frozenset[str]:
-        """Nodes on which no new worker should be placed."""
+        """IDs of nodes on which no new worker should be placed."""
         now = self.now()
         return frozenset(node for node, until in self._suspected.items() if until > now) | self._rules.leaving_nodes()
 
     def leaving_nodes_in_use(self) -> frozenset[str]:
-        """Return the nodes with our workers that will go away soon; empty if no worker would be left."""
+        """Return the nodes of the group's workers that will go away soon. Empty if no worker would be left."""
         if self.group is None or self.group.is_driver_only:
             return frozenset()
         used = {info.node_id for info in self.group.infos}
@@ -453,9 +456,12 @@ class Lifecycle(ABC):
         return leaving if used - leaving else frozenset()
 
     def suspect(self, survivors: Sequence[int]) -> None:
-        """Avoid for a while the nodes of ranks that are silent without a report of their death. The nodes may be dead.
+        """Avoid the nodes of silent ranks for a while, because these nodes may be dead.
 
-        Ray reports the death of a process at once, that of a node half a minute later.
+        Ray reports a dead process at once, but a dead node only after half a minute.
+
+        Args:
+            survivors: Ranks that are alive. Their nodes are not avoided.
         """
         group = self.running
         silent = {group.infos[rank].node_id for rank in group.silent}
@@ -466,16 +472,18 @@ class Lifecycle(ABC):
 
     @property
     def has_session_ended(self) -> bool:
-        """True if the workers ended with their Ray session. A new session does not belong to this trainer."""
+        """True if the workers ended with their Ray session, even if this process has a new session."""
         return self._session is not None and self._session != session()
 
     def check_active(self, during: Exception | None = None) -> None:
-        """Raise `TrainerShutdownError` if the trainer was stopped or the Ray session has ended.
-
-        Raises `KeyboardInterrupt` after `interrupt`.
+        """Check that calls may run.
 
         Args:
-            during: The exception of the running call, perhaps a consequence.
+            during: The exception of a running call. The trainer's stop may have caused it.
+
+        Raises:
+            TrainerShutdownError: The trainer was stopped, or its Ray session has ended.
+            KeyboardInterrupt: This thread's call was interrupted.
         """
         if self.interrupted == threading.get_ident():
             raise KeyboardInterrupt
@@ -496,7 +504,7 @@ class Lifecycle(ABC):
             )
 
     def kill_workers(self) -> None:
-        """Make the running call return, wherever it is. Called from another thread, after `stopped` is set."""
+        """Kill the workers, so that the running call returns. Called from another thread."""
         for group in (self._starting, self.group):
             if group is not None:
                 try:
@@ -506,42 +514,42 @@ class Lifecycle(ABC):
                     group.kill_workers()
 
     def interrupt_thread(self, thread: int) -> None:
-        """End the call of a thread like Ctrl-C in that thread. Called from another thread. Later calls are possible."""
+        """Interrupt a thread's call, as Ctrl-C would. Called from another thread. Later calls are possible."""
         self.interrupted = thread
-        if self.spec.use_local or self.is_fetching or not self.holds_only_state:  # otherwise that thread fetches it
+        if self.spec.use_local or self.is_fetching or not self.holds_only_state:  # else that thread fetches the state
             self.kill_workers()
 
     def end_interrupt(self) -> None:
-        """Clean up after an interrupted call, so that no later call uses the killed workers."""
+        """Clean up after an interrupted call, so that later calls do not use the killed workers."""
         self.interrupted = None
         if not self.holds_only_state:
             self.kill_group()
 
     def kill_group(self) -> None:
-        """Kill the processes. The next call starts new ones from the last snapshot."""
+        """Kill the group. The next call starts a new group from the last snapshot."""
         assert not self.holds_only_state, "a state that only workers have is fetched before they are ended"
         if self.group is not None:
             group, self.group = self.group, None
             self._end_group(group)
 
     def end_call(self, cause: str, kind: EventKind = "ended") -> None:
-        """Kill the group of a call that cannot continue, and record why."""
+        """Kill the group, because its call cannot continue, and record the cause."""
         began, group = self.now(), self.group
         self.kill_group()
         if group is not None:
             self.record(kind, len(group), began, cause)
 
     def stop_group(self, *, force: bool) -> None:
-        """Stop the group for good and drop all snapshots. With `force`, kill the workers without closing them."""
+        """Stop the group and discard all snapshots. With `force`, kill the workers without closing the replicas."""
         group, self.group = self.group, None
         self.snapshots.clear()
         if group is not None:
             self._end_group(group, force=force)
 
     def _end_group(self, group: WorkerGroup, *, force: bool = True) -> None:
-        """Stop a group, or kill it with `force`. The front end's hooks run first."""
+        """Call the front end's hooks, then stop the group, or with `force`, kill it."""
         if self.has_session_ended:
-            group.kill()  # only the part in this process is left
+            group.kill()  # only a worker in the driver is left
             return
         end = group.kill if force else group.stop
         try:
@@ -553,7 +561,7 @@ class Lifecycle(ABC):
 
 
 def pay_for_start(budget: RetryBudget) -> None:
-    """Use a retry for the death of a worker during a start.
+    """Use a retry for a worker that died during a start.
 
     Raises:
         WorkersLostError: No retry is left.

@@ -1,7 +1,7 @@
-"""Liveness checks: open questions to workers, and how long to wait for those that do not answer.
+"""Liveness checks: open polls of workers, and how long to wait for workers that do not answer.
 
-A live worker answers while it works, mostly at once. But a machine may stall for seconds, and the answers of thousands
-of workers take seconds to arrive. So no fixed time tells which workers are dead.
+A live worker answers a poll even while it works, mostly at once. But a machine may stall for seconds, and the answers
+of thousands of workers take seconds to arrive. So no fixed timeout identifies dead workers.
 
 ADR 9 explains why silence is measured relative to the workers that answer.
 """
@@ -18,10 +18,10 @@ _LONGEST_GAP_S = 1.0
 
 
 class OwnTime:
-    """Counts the seconds since it was made, without those in which this process stood still. Read it often.
+    """Counts seconds since its creation, excluding time in which this process was stalled. Read it often.
 
-    For deadlines of others. If this process is stopped (SIGSTOP) or its machine stalls, others may have stood still
-    too, so their time is not shortened.
+    It is used for the deadlines of other processes. If this process is suspended (SIGSTOP) or its machine stalls, the
+    other processes may have stalled, too, so the time must not count against them.
 
     Args:
         now: Clock, in seconds.
@@ -32,14 +32,14 @@ class OwnTime:
         self._looked_at, self._seconds = now(), 0.0
 
     def look(self, at_most_s: float = _LONGEST_GAP_S) -> float:
-        """Return the seconds so far. At most `at_most_s` are counted since the last look, whatever the clock says."""
+        """Return the seconds so far. Time since the previous call counts up to `at_most_s`."""
         now = self._now()
         self._seconds += min(now - self._looked_at, at_most_s)
         self._looked_at = now
         return self._seconds
 
     def catch_up(self) -> None:
-        """Count all the time until now, because this process was busy with something else."""
+        """Count all time since the previous call, because this process was busy rather than stalled."""
         self.look(float("inf"))
 
 
@@ -49,22 +49,22 @@ _TIMES_TYPICAL = 10
 
 
 def quiet_s(heartbeat_s: float) -> float:
-    """Return how long no answer has to arrive before the missing ranks count as silent."""
+    """Return the time without any answer after which missing ranks count as silent."""
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
 def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_others: int, heartbeat_s: float) -> float:
-    """Return how long to wait for the missing ranks, counted from the question.
+    """Return how long to wait for missing ranks, counted from the poll.
 
-    While answers arrive, the wait continues. It ends when none has arrived for a while, and the missing ranks take many
-    times as long as the typical rank. If most are missing, they are probably just slow. Then no rank counts as silent
-    before the time that a frozen process gets.
+    While answers arrive, the wait continues. It ends once no answer has arrived for a while and the missing ranks have
+    taken many times as long as a typical rank. If most ranks are missing, they are probably just slow. Then no rank
+    counts as silent before `heartbeat_s`.
 
     Args:
-        answered_after_s: Seconds from the question until each answer.
+        answered_after_s: Seconds from the poll to each answer.
         num_missing: Number of ranks that have not answered.
         num_others: Number of other ranks that are known to be alive, because they answered before.
-        heartbeat_s: A worker that sends no heartbeat for so long counts as lost.
+        heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
     """
     quiet = quiet_s(heartbeat_s)
     if num_missing > len(answered_after_s) + num_others:
@@ -78,17 +78,17 @@ def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_other
 KeyT = TypeVar("KeyT")
 
 _ROUND_S = 1.0
-_ROUNDS_PER_HEARTBEAT = 3  # with a heartbeat of 30 s, questions to 1,000 ranks stay below `_SHARE`
-_QUESTION_S = 0.0005  # driver's time for one question and its answer
-_SHARE = 0.05  # largest share of the driver's time that questions may take
+_ROUNDS_PER_HEARTBEAT = 3  # with `heartbeat_s=30`, polling 1,000 ranks stays below `_SHARE`
+_QUESTION_S = 0.0005  # driver's time for one poll and its answer
+_SHARE = 0.05  # polling may take at most this fraction of the driver's time
 
 
 class LivenessCheck(Generic[KeyT]):
-    """Keeps open questions to workers. Seconds in which this process did not look at them do not count.
+    """Tracks open polls of workers. Time in which this process was stalled does not count against workers.
 
     Args:
-        heartbeat_s: A worker that does not answer for so long is silent.
-        poll: Returns the present outcome of a question.
+        heartbeat_s: A worker that does not answer for this many seconds is silent.
+        poll: Returns the current outcome of a poll, given the worker's key and the call.
         now: Clock, in seconds.
     """
 
@@ -97,21 +97,21 @@ class LivenessCheck(Generic[KeyT]):
         self._asked: dict[KeyT, tuple[Any, float]] = {}
 
     def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
-        """Return the time between two rounds of questions: `wanted_s`, or more for many workers, within limits."""
+        """Return the time between two rounds of polls: `wanted_s`, or more for many workers, within limits."""
         return min(max(wanted_s, num_keys * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
 
     def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Any]) -> None:
-        """Ask all workers that do not have an open question."""
+        """Poll all workers that have no open poll."""
         for key in keys:
             if key not in self._asked:
                 self._asked[key] = submit(key), self._own_time.look()
 
     def poll(self) -> tuple[list[tuple[KeyT, Outcome]], list[tuple[KeyT, float]]]:
-        """Check which workers have answered since the last time.
+        """Check which workers have answered since the last check.
 
         Returns:
-            The answers by worker, and the workers that are silent with their seconds of silence. Neither are waited for
-            any more.
+            The workers that have answered with their outcomes, and the silent workers with their seconds of silence.
+            Both no longer have an open poll.
         """
         now = self._own_time.look()
         answers, silent = list[tuple[KeyT, Outcome]](), list[tuple[KeyT, float]]()
@@ -128,7 +128,7 @@ class LivenessCheck(Generic[KeyT]):
         return answers, silent
 
     def rest(self) -> None:
-        """Count all the time until now as time in which this process was polling."""
+        """Count all time until now, because this process was busy rather than stalled."""
         self._own_time.catch_up()
 
     def remove(self, key: KeyT) -> None:

@@ -1,7 +1,7 @@
-"""Watches a call while it runs: heartbeats, mid-call snapshots, and stops for changes of the group.
+"""Watches a running call: heartbeats, mid-call snapshots, and stops at a step to change the group.
 
-The driver calls `poll` some ten times a second while it waits for the call. `poll` asks the second thread of each
-worker, once per round. A call that is shorter than a round is not slowed down.
+The driver calls `poll` about ten times a second while it waits for the call. Once per round, `poll` requests a
+heartbeat from the second thread of each worker. A call that is shorter than a round is not slowed down.
 
 ADR 11 explains why all ranks agree on a step before they stop.
 """
@@ -22,11 +22,11 @@ from raysgd.core.text.log_lines import Once, named
 
 logger = logging.getLogger(__name__)
 
-_FASTEST_ROUND_S = 0.25  # if there are mid-call snapshots, which may come that fast, or workers are about to step in
+_FASTEST_ROUND_S = 0.25  # used if there are mid-call snapshots or if workers are about to join
 _FIRST_ROUND_S = 0.2  # the first round of a call is early, because most calls are short
 _POLL_S = 0.2
 _MOST_STACKS = 8
-_REPORT_S = 1.0  # to wait for answers; the report names the ranks that gave none
+_REPORT_S = 1.0  # how long to wait for answers; the report lists ranks without one
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
@@ -37,35 +37,35 @@ LEFT = "the call is left"
 
 
 class Monitor:
-    """Watches one call after the other, and changes of the group between them.
+    """Watches the calls of a trainer one after the other, and changes of the group between calls.
 
     Args:
         lifecycle: Holds the group.
-        is_of_restore: True if it watches restores only. It then takes no snapshots: one taken during a restore would
-            seem to cover all calls that are being repeated.
+        is_of_restore: True if the monitor watches only restores. It then takes no snapshots, because a snapshot taken
+            during a restore would seem to cover all calls that are being repeated.
 
     Attributes:
-        is_on: True while something is watched. Callers set it to False when nothing runs any more.
+        is_on: True while a call or a change is watched. Callers set it to False once nothing runs.
         heartbeats: The last heartbeat of each rank in the current call or change.
-        reason: Why the ranks were asked to stop.
-        is_leaving: True if they were asked to stop so that the call can be left.
-        observer: Called about once a second during a call, and after a call failed for good; None to call nothing.
+        reason: Why the ranks were asked to stop at a step.
+        is_leaving: True if the ranks were asked to stop so that the call can be left.
+        observer: Called about once a second during a call, and once after a call raised an error. May be None.
     """
 
     def __init__(self, lifecycle: Lifecycle, *, is_of_restore: bool = False) -> None:
         self._lifecycle, self._snapshots = lifecycle, lifecycle.snapshots
         self._is_of_restore = is_of_restore
-        self._num_holds = 0  # number of the last stop that was proposed inside a call
+        self._num_holds = 0  # number of the last proposed stop inside a call
         self._once = Once()
         self.observer: Callable[[], None] | None = None
         self.watch()
         self.is_on = is_of_restore
 
     def watch(self, call: Call | None = None) -> None:
-        """Start watching a call, or the group while it changes or waits."""
+        """Start watching a call. Without `call`, watch the group while it changes or waits."""
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
-        self._parted = None if call is None else call.parted
+        self._divergence = None if call is None else call.divergence
         self._leaves, self.is_leaving = (call.leaves if call is not None and can_hold else None), False
         self.heartbeats: dict[int, Heartbeat] = {}
         self._first: dict[int, Heartbeat] = {}
@@ -73,7 +73,7 @@ class Monitor:
         self._snapshot = 0  # number of the newest mid-call snapshot that was taken
         self._infos: object = None
         self._expect_no_answers()
-        # Few workers are asked soon. Many are busy when they start, or continue after a failure.
+        # A small group gets its first round early. A large group is busy when it starts or recovers.
         first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
         is_soon = of_call and first_s <= _FIRST_ROUND_S
         self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
@@ -85,21 +85,24 @@ class Monitor:
             self._lifecycle.let_step_in()
 
     def go_on(self) -> None:
-        """Keep watching after the call: a failure, or a change for which the ranks have stopped."""
+        """Start watching a recovery or change after the call. Keep the call's last heartbeats for reports."""
         if self.is_on:
             before = self.heartbeats
             self.watch()
             self._before = before
 
     def poll(self) -> None:
-        """Do what is due. Call it regularly while the driver waits."""
+        """Read answers and, once per round, request heartbeats, propose stops and collect snapshots.
+
+        Call this regularly while the driver waits.
+        """
         if not self.is_on:
             return
         self._listen()
         if self._leaves is not None and self._leaves():
             self.hold_to_leave()
             self._liveness.rest()
-            return  # what else is asked is of no use, and Ray may be ending, too: a question to it may take a minute
+            return  # nothing else matters now, and Ray may be shutting down: a request could take a minute
         now = self._lifecycle.now()
         if now >= self._next_round:
             self._next_round = now + self._next_round_s()
@@ -110,17 +113,17 @@ class Monitor:
                 self._lifecycle.start_owed_spares()
                 self._lifecycle.let_step_in()
             if not self._is_of_restore:
-                self._snapshots.poll()  # Ray brings a snapshot to this node only after someone asks for it
+                self._snapshots.poll()  # Ray transfers a snapshot to this node only once it is requested
                 self.observe()
         self._liveness.rest()
 
     def observe(self) -> None:
-        """Call the observer, if there is one and the trainer was not stopped."""
+        """Call the observer unless it is None or the trainer was stopped."""
         if self.observer is not None and not self._lifecycle.stopped.is_set():
             self.observer()
 
     def await_snapshot(self) -> None:
-        """Wait until the snapshot that is on its way has arrived or is lost."""
+        """Wait until the snapshot in transit has arrived or is lost."""
         if not self.is_on:
             self.watch()
         self._snapshots.poll()
@@ -161,7 +164,7 @@ class Monitor:
 
     def _listen(self) -> None:
         infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
-        if infos is not self._infos:  # do not wait for answers of workers that were replaced
+        if infos is not self._infos:  # the group changed: drop questions to replaced workers
             self._infos = infos
             self._expect_no_answers()
         answers, silent = self._liveness.poll()
@@ -175,10 +178,13 @@ class Monitor:
             self._free_parted()
 
     def _free_parted(self) -> None:
-        """Free ranks that wait for others that did something different. The call then fails, and says what they did."""
+        """Interrupt the ranks if they diverged and would wait for each other forever.
+
+        The call then fails, and its error describes the divergence.
+        """
         group = self._lifecycle.group
-        if group is not None and self._parted is not None and self._parted(self.heartbeats):
-            self._parted = None
+        if group is not None and self._divergence is not None and self._divergence(self.heartbeats):
+            self._divergence = None
             group.interrupt()
 
     def _note(self, rank: int, heartbeat: Heartbeat) -> None:
@@ -192,7 +198,7 @@ class Monitor:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Throughput of the training call since the first heartbeats; None if samples are not counted."""
+        """Throughput of the training call since its first heartbeats. None if it is not known yet."""
         group = self._lifecycle.group
         spans = [(first, self.heartbeats[rank]) for rank, first in self._first.items()]
         if group is None or len(spans) < len(group) or not all(last.at > first.at for first, last in spans):
@@ -200,24 +206,24 @@ class Monitor:
         return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
 
     def _kill_hung(self, silent: Mapping[int, float]) -> None:
-        """Kill ranks that do not respond. Their call then fails in the usual way."""
+        """Kill ranks that do not respond, so that their call fails like that of any dead worker."""
         group = self._lifecycle.running
         silent_s = max(silent.values())
         cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
         logger.warning("%s\n%s", cause, self._report())
-        if group.is_ended:  # by Ctrl-C, pressed again during the wait for the report
+        if group.is_ended:  # by a second Ctrl-C while the report was collected
             return
         self._lifecycle.history.record("hung", len(group), len(group), silent_s, cause)
         for rank in silent:
             group.kill_rank(rank)
 
     def tell_stuck(self) -> None:
-        """Log what every rank is doing, so that the user can see which rank holds up the others."""
+        """Log each rank's progress and stack, so that the user can see which rank blocks the others."""
         if self.is_on:
             logger.warning("workers are not stopping:\n%s", self._report())
 
     def _report(self) -> str:
-        """Return the last step and the current stack of each rank that answers. Equal ones are shown once."""
+        """Return the last step and the current stack of each rank. Ranks with the same ones are shown together."""
         group = self._lifecycle.group
         if group is None:
             return "there is no group"
@@ -230,7 +236,7 @@ class Monitor:
         return shown_together(alike)
 
     def _look_for_snapshot(self) -> None:
-        """Take a mid-call snapshot once all ranks have one, unless another is on its way."""
+        """Collect the newest mid-call snapshot that all ranks have, unless another snapshot is in transit."""
         group = self._lifecycle.group
         if group is None or len(self.heartbeats) < len(group):
             return
@@ -254,7 +260,7 @@ class Monitor:
     # ------------------------------------------------------------------------------------ stops inside a call
 
     def _hold_where_due(self) -> None:
-        """Stop the running call at a step boundary if workers have to leave or can step in."""
+        """Stop the running call at a step boundary if workers must leave or can join."""
         lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
         if group is None or self._is_holding:
             return
@@ -269,7 +275,7 @@ class Monitor:
         is_due = now >= self._next_growth
         if is_due:
             self._next_growth = now + check_s
-        if not lifecycle.spec.regroups:  # the group can grow only by a restart
+        if not lifecycle.spec.regroups:  # such a group can only grow by a restart
             if is_due and lifecycle.find_room():
                 self._agree(group, ROOM)
             return
@@ -282,13 +288,13 @@ class Monitor:
                 self._agree(group, ROOM)
 
     def hold_to_leave(self) -> None:
-        """Stop the running call at the next step boundary, where it is to be left."""
+        """If the call should be left, propose that all ranks stop at an upcoming step."""
         group = self._lifecycle.group
         if self._leaves is None or group is None or self._is_holding or not self._leaves():
             return
         self._agree(group, LEFT)
         self.is_leaving = self._is_holding
-        if not self.is_leaving and not self._has_stepped:  # no rank is past a step: they have not begun the first one
+        if not self.is_leaving and not self._has_stepped:  # the ranks have not completed a step yet
             self._margin = _MIN_MARGIN
 
     @property
@@ -296,7 +302,7 @@ class Monitor:
         return any(each.step > 0 for each in self.heartbeats.values())
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
-        """Agree with all ranks on a step to stop at. If a rank is past it, the next round looks further ahead."""
+        """Agree with all ranks on a step to stop at. If a rank is past it, the next round proposes a later step."""
         self.reason = reason
         margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
         self._num_holds += 1
@@ -313,9 +319,9 @@ class Monitor:
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
     def settle_last_hold(self) -> None:
-        """Settle the proposal that a killed driver may have left open, because ranks wait for that without limit.
+        """Settle a proposal that a killed driver may have left open, because ranks would wait for the answer forever.
 
-        If one rank was told to stop, all have to.
+        If one rank has been told to stop, all ranks must stop.
         """
         group = self._lifecycle.running
         told = filter(None, group.ask_beside("beside", replica.last_hold).values())
@@ -331,7 +337,11 @@ def _place(heartbeat: Heartbeat | None) -> str:
 
 
 def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
-    """Return a few of the texts, by rank: those of the fewest ranks, because the others usually wait for these."""
+    """Return a report of the texts that the fewest ranks share, because the other ranks usually wait for these ranks.
+
+    Args:
+        alike: The ranks that share a text, by text.
+    """
     few = sorted(alike.items(), key=lambda item: len(item[1]))[:_MOST_STACKS]
     lines = [f"{named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]
     num_others = sum(map(len, alike.values())) - sum(len(ranks) for _, ranks in few)
@@ -339,6 +349,6 @@ def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
 
 
 def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
-    """Return a heartbeat of each rank that answers in time."""
+    """Request a heartbeat from each rank. Return the heartbeats that arrive in time, by rank."""
     answers = group.ask_beside("beside", replica.sign_of_life, timeout_s=timeout_s)
     return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}

@@ -1,6 +1,6 @@
-"""Placement: the resources of the cluster, reservations of them, and the slots of workers in these.
+"""Placement: the cluster's resources, reservations of resources, and the workers' slots in reservations.
 
-Only this module asks Ray for free resources, and creates and removes the placement groups of live trainers.
+Only this module queries Ray for free resources, and creates and removes the placement groups of live trainers.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ _DIED = re.compile(r"worker died or was killed.*Node ID: (\w+).*Worker PID: (\d+
 
 
 def _ray() -> Any:
-    """Return Ray as `Any`, because its own annotations are incomplete."""
+    """Return the `ray` module as `Any`, because its annotations are incomplete."""
     import ray
 
     return ray
 
 
 def ensure_ray() -> None:
-    """Connect to the cluster of RAY_ADDRESS or of this machine; start a single-node cluster if there is none."""
+    """Connect to the cluster of RAY_ADDRESS or of this machine. If there is none, start a single-node cluster."""
     ray = _ray()
     prepare_to_use_ray()
     if not ray.is_initialized():
         logger.info("Ray is not initialized: using the cluster of RAY_ADDRESS or of this machine, or starting one")
         init_ray(include_dashboard=False)
-        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # otherwise it found a cluster
+        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # it started the cluster
             _started.add(session())
     _quiet_ray()
 
 
 def init_ray(**options: Any) -> None:
-    """Call `ray.init`, and use this user's token if the cluster requires one.
+    """Call `ray.init`, with this user's token if there is one.
 
-    If `RAY_AUTH_MODE` is not set, Ray itself reads the file `~/.ray/auth_token` only when it starts a cluster.
+    Without `RAY_AUTH_MODE`, Ray itself reads the file `~/.ray/auth_token` only when it starts a cluster.
 
     Raises:
-        ConnectionError: Nothing answers at the address. Ray itself would try for minutes.
+        ConnectionError: Nothing answers at the address. Ray itself would keep trying for minutes.
     """
     ray = _ray()
     prepare_to_use_ray()
@@ -92,7 +92,7 @@ def _check_address(address: str) -> None:
 
 
 def _connection_error(address: str, timeout_s: float) -> OSError | None:
-    """Return why nothing answers at a `host:port`; None if something does, or if the address is a word like "auto"."""
+    """Return the error of connecting to `host:port`. None if it works, or if the address is a word like "auto"."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return None
@@ -111,20 +111,20 @@ def _use_token() -> None:
 
 
 _started: set[Any] = set()
-"""The Ray sessions that `ensure_ray` started. They run on this machine only, and no node will join."""
+"""Ray sessions that `ensure_ray` started. They run on this machine only, so no node can join."""
 
 _noted: set[tuple[str, str]] = set()
 
 
 def note_processes(infos: Iterable[WorkerInfo]) -> None:
-    """Remember the processes of workers. If one is lost, raysgd reports it in one line, so Ray need not."""
+    """Record worker processes, so that Ray's messages about their deaths are hidden. raysgd logs its own line."""
     _noted.update((info.node_id, str(info.pid)) for info in infos)
 
 
 def _quiet_ray() -> None:
-    """Keep Ray from printing 1,200 characters about each lost worker, whatever `log_to_driver` is.
+    """Hide the 1,200 characters that Ray prints for each lost worker, even with `log_to_driver=False`.
 
-    The function that prints them is private. If it is missing, Ray prints them.
+    The function that prints them is private. If it is missing, nothing is hidden.
     """
     show = find_name("ray._private.worker:print_to_stdstream")
     if show is None or hasattr(show, "__wrapped__"):
@@ -141,7 +141,7 @@ def _quiet_ray() -> None:
 
 
 def session() -> Any:
-    """Return an object that identifies the Ray session of this process; None without a session. Starts none."""
+    """Return an object that identifies this process's Ray session, or None if there is none. Does not start Ray."""
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
@@ -152,23 +152,23 @@ def session() -> Any:
 
 
 def _is_gone(address: str) -> bool:
-    """Return True if the head of the cluster at this address is gone. A busy head is not."""
+    """Return True if the cluster's head at this address refuses connections. A busy head does not."""
     return isinstance(_connection_error(address, _SLICE_S), ConnectionRefusedError)
 
 
 def is_ray_client() -> bool:
-    """Return True if this process uses a cluster through a Ray Client connection."""
+    """Return True if this process is connected through Ray Client."""
     return bool(_ray().util.client.ray.is_connected())
 
 
 def num_gpus() -> float:
-    """Return the number of GPUs of all nodes; 0 if there is no connection to Ray yet."""
+    """Return the number of GPUs of all nodes, or 0 if Ray is not initialized."""
     ray: Any = sys.modules.get("ray")
     return sum(node.total.get("GPU", 0) for node in cluster_view().nodes) if ray and ray.is_initialized() else 0
 
 
 def outer_group() -> Any:
-    """Return the placement group of this process if it also applies to what the process starts; otherwise None."""
+    """Return this process's placement group if it captures child tasks, or None."""
     ray = _ray()
     captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
     return ray.util.get_current_placement_group() if captures else None
@@ -180,9 +180,9 @@ def living_nodes() -> frozenset[str]:
 
 
 def cluster_view() -> ClusterView:
-    """Return the live nodes with their total and free resources, and the placement groups that hold or want some.
+    """Return the live nodes with their total and free resources, and the placement groups.
 
-    Inside an existing placement group, only that group counts, and each bundle counts as a node.
+    Inside an existing placement group, return only that group's bundles, each as a node.
     """
     ray = _ray()
     outer = outer_group()
@@ -207,16 +207,20 @@ def cluster_view() -> ClusterView:
 
 
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
-    """Return True if a node still has bundles of a placement group that is not in `groups`, a list made later.
+    """Return True if a removed placement group still holds resources of a node.
 
-    Ray calls a group removed as soon as it is told to remove it. The resources become free some time later, on a busy
-    machine after seconds. At the same moment, the bundles disappear from the node's list.
+    Ray lists a group as removed as soon as its removal is requested. Its resources become free later, on a busy machine
+    after seconds. At that moment, its bundles also disappear from the node's resources.
+
+    Args:
+        free: The node's free resources, including Ray's entries for bundles.
+        groups: IDs of the placement groups that are not removed, queried after `free`.
     """
     return any(name.startswith(_BUNDLE) and name.rpartition("_")[2] not in groups for name in free)
 
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
-    """Return the free resources of each node. Ray's public function has only the sum, which is enough for one node."""
+    """Return the free resources by node. Ray's public function returns only the sum, which is enough for one node."""
     by_node = find_name("ray._private.state:available_resources_per_node")
     if by_node is not None:
         return dict(by_node())
@@ -225,36 +229,36 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def _placement_groups() -> dict[str, Any]:
-    """Return Ray's entry of each placement group that was not removed, by ID."""
+    """Return Ray's entries of the placement groups that are not removed, by ID."""
     table = _ray().util.placement_group_table()
     return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
 
 
 def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Return the real resources, without Ray's bookkeeping entries."""
+    """Return the resources without Ray's internal entries."""
     hidden = ("node:", "object_store_memory")
     return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
 
 
 def draining_nodes() -> frozenset[str]:
-    """Return the nodes that Ray expects to go away soon."""
+    """Return the IDs of the nodes that Ray is draining."""
     return frozenset(drain_deadlines())
 
 
 def drain_deadlines() -> dict[str, int]:
-    """Return when each draining node goes away, in milliseconds of Unix time; 0 if unknown.
+    """Return each draining node's deadline by ID, in milliseconds of Unix time. 0 if the deadline is unknown.
 
-    The query is private to Ray. If it is missing, the result is empty.
+    The query is private to Ray. If Ray lacks it, the result is empty.
     """
     draining = find_name("ray._private.state:state.get_draining_nodes")
     return {} if draining is None else dict(draining())
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
-    """Return a table for error messages: the resources that were requested, what the cluster has, and what holds it."""
+    """Return a table for error messages: the requested resources, the cluster's resources, and what holds them."""
     where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
     lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
-    hidden = {"memory"} - need.bundle().keys()  # Ray lists it, but few programs request it
+    hidden = {"memory"} - need.bundle().keys()  # Ray lists memory, but few programs request it
     for node in view.nodes:
         free, total = ({name: of[name] for name in of if name not in hidden} for of in (node.available, node.total))
         lines.append(f"  node {node.address}:  free {free} of {total}")
@@ -273,7 +277,7 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 
 
 def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
-    """Return why these nodes can never hold so many workers, and what to request instead; None if they can."""
+    """Return why `num_workers` never fit on these nodes, and what to request instead. None if they can fit."""
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
         return None
@@ -287,23 +291,24 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView, words: F
 
 
 def _state_of(group: Any) -> str:
-    """Return the state of a placement group, such as CREATED. `wait(0)` often gives up before Ray answers."""
+    """Return a placement group's state, such as CREATED. Unlike `wait(0)`, this waits for Ray's answer."""
     return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
 
 
 class Reservation:
-    """Resources for all workers at once, all or none.
+    """A reservation of the resources of several workers. They are granted all together or not at all.
 
-    Inside an existing placement group (such as that of a Tune trial), that group is used, and `close` leaves it alone.
+    Inside an existing placement group, such as that of a Tune trial, the workers use that group, and `close` does not
+    remove it.
 
     Args:
         need: Resources of one worker.
         num_workers: Number of workers.
-        has_driver: True if the first worker is this process. Its GPU is then one of this node.
-        packs: True to place workers on as few nodes as possible; False for as many as possible.
-        within: The placement group to use: "default" for that of this process if it captures child tasks, a placement
-            group, or None for none.
-        words: What to do if the cluster does not grant the resources, for the error.
+        has_driver: True if the first worker is this process. Its GPUs are then reserved on this node.
+        packs: True to place workers on as few nodes as possible. False to spread them over as many as possible.
+        within: The placement group to use: "default" for this process's placement group if it captures child tasks, a
+            placement group, or None for none.
+        words: Sentences of the front end for errors.
     """
 
     def __init__(
@@ -324,7 +329,7 @@ class Reservation:
         self._guard: Any = None
         bundle = need.bundle()
         if self._outer is None and bundle and num_workers:
-            name = f"raysgd-{uuid.uuid4().hex[:8]}"  # unique, because there may be several trainers
+            name = f"raysgd-{uuid.uuid4().hex[:8]}"  # unique, because several trainers may run
             bundles = [bundle] * num_workers
             if has_driver and need.num_gpus:
                 bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
@@ -338,24 +343,24 @@ class Reservation:
 
     @property
     def is_own(self) -> bool:
-        """True if it holds resources itself, so that actors of workers start at once."""
+        """True if the reservation has its own placement group, so that the workers' actors start at once."""
         return self._own is not None
 
     def is_granted(self) -> bool:
-        """Return True if the resources are available now."""
+        """Return True if the resources have been granted."""
         group = self._own or self._outer
         return group is None or _state_of(group) == "CREATED"
 
     def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
-        """Block until the resources are granted. If this raises, nothing stays reserved, even after Ctrl-C.
+        """Wait until the resources are granted. If this raises, the reservation is closed, even after Ctrl-C.
 
         Args:
-            timeout_s: How long to wait.
+            timeout_s: Longest time to wait.
             check: Called regularly during the wait. May raise.
 
         Raises:
-            ReservationTimeoutError: After `timeout_s`, or when Ray has removed the reservation; at once if there can
-                never be room and no node can join.
+            ReservationTimeoutError: The resources were not granted in time, Ray removed the reservation, or the workers
+                never fit and no node can join.
         """
         group = self._own or self._outer
         if group is None:
@@ -367,14 +372,14 @@ class Reservation:
         began = time.monotonic()
         words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
         waited_s = 0.0
-        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):  # whole seconds only; ignores Ctrl-C
+        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):  # takes whole seconds and blocks Ctrl-C
             time.sleep(_POLL_S)
             check()
             waited_s = time.monotonic() - began
             while words and waited_s >= words[-1][0]:
                 words.pop()[1](timeout_s)
             if waited_s >= timeout_s:
-                if self.is_granted():  # in the meantime, because this process may have stood still
+                if self.is_granted():  # granted just now, if this process had stalled
                     return
                 view = cluster_view()
                 reason = impossibility(self._need, self._num_workers, view, self._words)
@@ -414,15 +419,15 @@ class Reservation:
         )
 
     def actor_options(self, index: int) -> dict[str, Any]:
-        """Return options that place an actor into bundle `index` of this reservation.
+        """Return Ray options that place an actor into bundle `index` of this reservation.
 
-        Tasks of the actor are not placed in our bundles, which are full, but like tasks of this process. In a Tune
-        trial, they go into the trial's placement group, which may have a bundle for them.
+        The actor's own tasks are placed like tasks of this process, because the actor fills the bundle. In a Tune
+        trial, that is the trial's placement group, which may have a bundle for them.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options: dict[str, Any] = {"num_cpus": self._need.num_cpus, "num_gpus": self._need.num_gpus}
-        if "memory" in self._need.custom:  # Ray takes it only as an option of its own
+        if "memory" in self._need.custom:  # Ray accepts memory only as a separate option
             options["memory"] = self._need.custom["memory"]
         if custom := {name: amount for name, amount in self._need.custom.items() if name != "memory"}:
             options["resources"] = custom
@@ -437,7 +442,7 @@ class Reservation:
         return options
 
     def nodes(self) -> list[str | None]:
-        """Return the live node of each bundle, or None. Ray moves the bundles of a lost node to other nodes."""
+        """Return each bundle's node ID, or None if the node is lost. Ray moves bundles of lost nodes to other nodes."""
         ray, alive = _ray(), living_nodes()
         if self._own is None:
             return [next(iter(alive), None)] * self._num_workers
@@ -445,10 +450,10 @@ class Reservation:
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
     def gpus_of_driver(self) -> list[str]:
-        """Take the GPUs of the first worker for this process, and return their IDs.
+        """Assign the first worker's GPUs to this process. Return their IDs.
 
-        Ray assigns GPUs only to actors, so an idle actor holds them until `close`. Inside a worker or a placement group
-        of someone else nothing is taken, because that decides which GPUs this process may use.
+        Ray assigns GPUs only to actors and tasks, so an idle actor holds them until `close`. Inside an existing
+        placement group, return no IDs, because that group's owner decides which GPUs this process may use.
         """
         if self._own is None or not self._need.num_gpus:
             return []
@@ -459,10 +464,10 @@ class Reservation:
         return ids
 
     def close(self, timeout_s: float) -> None:
-        """Release the resources and wait until Ray confirms it. After `timeout_s`, only log a warning.
+        """Release the resources and wait until Ray confirms it. Log a warning if that takes longer than `timeout_s`.
 
-        Does not wait if the head of the cluster is gone, for example after a signal to all processes of a program. Ray
-        would try for a minute to reach it, and then end this process.
+        Does not wait if the cluster's head is gone, for example after a signal to all processes of a program. Ray would
+        try to reach the head for a minute, and then kill this process.
         """
         if self._own is None:
             return
@@ -500,7 +505,7 @@ class Reservation:
 
 
 class _GPUHolder:
-    """An actor that holds GPUs for a process that is not an actor."""
+    """An actor that holds GPUs on behalf of the driver process."""
 
     def gpu_ids(self) -> list[str]:
         """Return the GPUs that Ray assigned to the actor."""
@@ -508,15 +513,16 @@ class _GPUHolder:
 
 
 def guard(name: str) -> Any:
-    """Return an actor that removes the placement group `name` when this process dies; None if Ray removes it.
+    """Start an actor that removes the placement group `name` when this process dies. None if Ray itself removes it.
 
-    Make the actor before the group, so that the group is never unguarded. Kill the actor after you remove the group.
+    Start the actor before you create the group, so that the group is never unguarded. Kill the actor after you have
+    removed the group.
     """
     import ray
 
     context = ray.get_runtime_context()
     maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
-    if not _is_alive(*maker):  # a driver, whose groups end with its job, or Ray lacks the query
+    if not _is_alive(*maker):  # a driver, whose placement groups end with its job, or Ray lacks the query
         return None
     return (
         ray.remote(ReservationGuard)
@@ -526,9 +532,11 @@ def guard(name: str) -> Any:
 
 
 def _is_alive(maker: str, node_id: str | None) -> bool:
-    """Return True if the process of a task or actor is alive. Without a node, also if the actor will be restarted.
+    """Return True if a process is alive. The queries are private to Ray. If Ray lacks them, return False.
 
-    The queries are private to Ray. If they are missing, this returns False.
+    Args:
+        maker: ID of the worker process, or without `node_id`, ID of an actor. An actor that will be restarted is alive.
+        node_id: Node of the worker process.
     """
     actors, workers = find_name("ray._private.state:actors"), find_name("ray._private.state:workers")
     if actors is None or workers is None:
@@ -539,9 +547,9 @@ def _is_alive(maker: str, node_id: str | None) -> bool:
 
 
 class ReservationGuard:
-    """Waits in a thread until a process is dead, removes its placement group, and ends.
+    """An actor that waits until a process is dead, removes its placement group, and kills itself.
 
-    It belongs to no other actor, so it outlives the process. If its node is lost, Ray starts it again on another node.
+    The actor is detached, so it outlives the process. If its node is lost, Ray restarts the actor on another node.
     """
 
     def __init__(self, name: str, maker: str, node_id: str | None) -> None:
@@ -552,30 +560,30 @@ class ReservationGuard:
 
         while _is_alive(maker, node_id):
             time.sleep(_GUARD_POLL_S)
-        time.sleep(_GUARD_POLL_S)  # the last request of the process may still be on its way
-        with suppress(ValueError):  # if there is no such group
+        time.sleep(_GUARD_POLL_S)  # the process's last request may still be in transit
+        with suppress(ValueError):  # the group does not exist
             ray.util.remove_placement_group(ray.util.get_placement_group(name))
         ray.kill(ray.get_runtime_context().current_actor)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One bundle of a reservation, with room for one worker."""
+    """One bundle of a reservation, with the resources of one worker."""
 
     reservation: Reservation
     index: int
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options that place an actor in this slot."""
+        """Ray options that place an actor in this slot."""
         return self.reservation.actor_options(self.index)
 
 
 class Slots:
-    """The reservations of a trainer, their free slots, and pending requests for more.
+    """A trainer's reservations, their free slots, and pending requests for more.
 
     Args:
-        reserve: Requests room. Takes the number of workers, and True if the first of them is this process.
+        reserve: Creates a reservation. Takes the number of workers, and True if the first worker is this process.
     """
 
     def __init__(self, reserve: Callable[[int, bool], Reservation]) -> None:
@@ -589,16 +597,16 @@ class Slots:
 
     @property
     def are_own(self) -> bool:
-        """True if the reservations hold resources themselves, so that actors start at once."""
+        """True if all reservations have their own placement group, so that actors start at once."""
         return all(reservation.is_own for reservation in self._reservations)
 
     def reserve(
         self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Reserve room for `count` more workers, all or none. Replaces pending requests.
+        """Reserve the resources of `count` more workers, all or none, and wait for them. Withdraw pending requests.
 
         Raises:
-            ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
+            ReservationTimeoutError: The resources were not granted in time. Nothing stays reserved.
         """
         self._ask_for(0)
         reservation = self._reserve(count, has_driver)
@@ -606,27 +614,27 @@ class Slots:
         self._add(reservation)
 
     def ask_up_to(self, max_workers: int, num_workers: int) -> None:
-        """Request room for the workers missing from `max_workers`. An autoscaler then starts nodes for them.
+        """Request resources for the workers missing from `max_workers`, so that an autoscaler starts nodes for them.
 
-        Does not wait: `take_granted` takes what was granted.
+        Does not wait. `take_granted` adds granted requests to the free slots.
         """
         self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more slots than workers
 
     def _ask_for(self, count: int) -> None:
-        """Request room for `count` more workers. Replaces pending requests.
+        """Adjust the pending requests to `count` workers.
 
-        Each worker gets a request of its own, because one is useful without the others: ADR 11.
+        Each worker has a separate request, because one more worker is useful even without the others. See ADR 11.
         """
         while len(self._asked) > max(0, count):
             self._asked.pop().close(_CLOSE_S)
         for _ in range(count - len(self._asked)):
             reservation = self._reserve(1, False)
-            if not reservation.is_own:  # a given placement group cannot grow
+            if not reservation.is_own:  # an existing placement group cannot grow
                 return
             self._asked.append(reservation)
 
     def take_granted(self) -> None:
-        """Take the requested room that has been granted."""
+        """Add requests that were granted to the reservations and their slots to the free slots."""
         for reservation in [each for each in self._asked if each.is_granted()]:
             self._asked.remove(reservation)
             self._add(reservation)
@@ -634,9 +642,9 @@ class Slots:
     def await_room(
         self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
     ) -> None:
-        """Request room for `count` workers, and wait until it is granted or the time is over.
+        """Wait until the resources of `count` workers can be granted, up to `timeout_s`.
 
-        Nothing stays reserved: the caller looks at the free resources then and decides how many workers to start.
+        Nothing stays reserved. The caller then checks the free resources and decides how many workers to start.
         """
         reservation, waited_s = self._reserve(count, has_driver), 0.0
         try:
@@ -652,7 +660,12 @@ class Slots:
         self._free += [Slot(reservation, index) for index in range(len(reservation))]
 
     def take_over(self, slots: Slots, taken: Collection[Slot]) -> None:
-        """Take over the reservations of another process, of which these slots are in use."""
+        """Adopt the reservations and pending requests of another process.
+
+        Args:
+            slots: The other process's slots.
+            taken: The slots that are in use.
+        """
         self._asked = slots._asked
         places = {(id(slot.reservation), slot.index) for slot in taken}
         for reservation in slots._reservations:
@@ -660,11 +673,11 @@ class Slots:
         self._free = [slot for slot in self._free if (id(slot.reservation), slot.index) not in places]
 
     def take_slot(self) -> Slot:
-        """Take a free slot, even if its node is lost. For a group that is starting."""
+        """Remove a free slot and return it, even if its node is lost. Used while a group starts."""
         return self._free.pop(0)
 
     def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Slot]:
-        """Take up to `count` free slots on live nodes that are not in `avoid`."""
+        """Remove up to `count` free slots on live nodes that are not in `avoid`, and return them."""
         nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
         usable = [each for each in self._free if nodes[id(each.reservation)][each.index] not in (None, *avoid)]
         taken = usable[: max(0, count)]
@@ -677,7 +690,7 @@ class Slots:
         return sum(node not in (None, *avoid) for node in nodes)
 
     def node_of(self, slot: Slot) -> str | None:
-        """Return the present node of a slot; None if it has none."""
+        """Return the ID of a slot's current node, or None if its node is lost."""
         return slot.reservation.nodes()[slot.index]
 
     def give_back(self, slot: Slot) -> None:
@@ -685,7 +698,7 @@ class Slots:
         self._free.append(slot)
 
     def close(self, timeout_s: float) -> None:
-        """Release everything, even if Ctrl-C ends the wait for a part of it."""
+        """Close all reservations and requests, even if Ctrl-C interrupts the wait for one of them."""
         reservations = [*self._reservations, *self._asked]
         self._reservations, self._asked, self._free = [], [], []
         with ExitStack() as closing:

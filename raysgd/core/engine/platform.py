@@ -1,4 +1,4 @@
-"""All that the driver's side of the engine needs from Ray, in one place. Tests replace it with a simulation.
+"""Everything that the driver's part of the engine needs from Ray. Tests replace `Platform` with a simulation.
 
 ADR 131 explains why the engine uses Ray through one class.
 """
@@ -24,54 +24,54 @@ from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, c
 from raysgd.core.private_names import find_name
 from raysgd.exceptions import WorkerFault
 
-_TOGETHER_S = 0.01  # answers to short calls arrive together: one look at all is faster than one at each
-_TOGETHER_S_EACH = 0.00005  # per call: with one look for each answer, the driver's work would grow quadratically
+_TOGETHER_S = 0.01  # short calls finish together, and one query for all is faster than a query for each
+_TOGETHER_S_EACH = 0.00005  # per call: with a query per answer, the driver's work would be quadratic
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
 class Platform:
-    """Starts and ends processes, reserves resources, passes messages, and knows the time."""
+    """Starts and kills processes, reserves resources, transfers values and waits for calls."""
 
     make_reservation: Callable[..., Reservation] = Reservation
-    """Reserves resources. Takes the arguments of `Reservation`."""
+    """Creates a reservation of resources. Takes the arguments of `Reservation`."""
     ensure_running = staticmethod(placement.ensure_ray)
-    """Connects to the cluster, or starts one."""
+    """Connects to a cluster, or starts one."""
     transfer = staticmethod(transfers.transfer)
-    """Takes a call and returns the transfer of its result."""
+    """Returns the transfer of a call's result."""
     store = staticmethod(transfers.store)
-    """Puts a value, once, where all workers can read it."""
+    """Stores one copy of a value that all workers can read."""
     living_nodes = staticmethod(placement.living_nodes)
-    """Returns the nodes that are known to be alive."""
+    """Returns the IDs of the nodes that Ray reports as alive."""
     now = staticmethod(time.monotonic)
-    """Returns seconds on a clock that only moves forward."""
+    """Returns seconds of a monotonic clock."""
     sleep = staticmethod(time.sleep)
-    """Waits."""
+    """Sleeps for a number of seconds."""
     make_event = threading.Event
-    """Makes a `threading.Event`."""
+    """Creates a `threading.Event`."""
 
     @property
     def home(self) -> str:
-        """Node of the driver."""
+        """ID of the driver's node."""
         return node_here()[0]
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
-        """Start a worker process. Does not wait for it."""
+        """Start a worker process in a slot. Does not wait for the process."""
         return RemoteWorker(slot, connection, num_threads)
 
     def new_local_worker(self, connection: Connection) -> LocalWorker:
         """Return a worker in this process."""
-        return LocalWorker(copy.deepcopy(connection))  # the original is sent to other workers
+        return LocalWorker(copy.deepcopy(connection))  # the original is pickled for the other workers
 
     def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run `body` in another thread of the driver. Return a function that waits for its end."""
+        """Run `body` in a new thread. Return a function that joins the thread."""
         thread = threading.Thread(target=body, name="raysgd-listener", daemon=True)
         thread.start()
         return thread.join
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
-        """Return the process of a worker that has not answered yet; None if there is none yet.
+        """Return the process of a worker that has not answered yet, or None if it does not exist yet.
 
-        The query is private to Ray. If Ray lacks it, this returns None.
+        The query is private to Ray. If Ray lacks it, return None.
         """
         actors, identity = find_name("ray._private.state:actors"), getattr(worker.actor, "_actor_id", None)
         if actors is None or identity is None:
@@ -81,7 +81,7 @@ class Platform:
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 
     def kill_process(self, info: WorkerInfo) -> None:
-        """Kill a process on any node, even one that is stopped and cannot answer. Does not wait."""
+        """Kill a process on any node with SIGKILL, even if it is suspended. Does not wait."""
         if info.node_id == self.home:
             _sigkill(info.pid)
         else:
@@ -89,17 +89,17 @@ class Platform:
 
     @property
     def is_running(self) -> bool:
-        """True if there is still a cluster to ask."""
+        """True if this process is connected to Ray."""
         import ray
 
         return bool(ray.is_initialized())
 
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
-        """Wait for the first of `references` to end, up to `timeout_s`. Return those that have ended.
+        """Wait up to `timeout_s` until at least one call has ended. Return the calls that have ended.
 
-        Answers often arrive together, and each look costs time, so this may wait a moment for all of them.
+        Answers often arrive together, and each query costs time, so this waits a moment for all calls first.
         """
-        # `ray.get` on all of them would not do: if an exception is too large to be inlined, it waits for all others.
+        # `ray.get` is no alternative: if an exception is too large to be inlined, it waits for all other calls.
         together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
         done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
         if not done and (timeout_s is None or timeout_s > together_s):
@@ -108,11 +108,11 @@ class Platform:
         return list(done)
 
     def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
-        """Wait until all of `references` have ended, up to `timeout_s`. Return those that have."""
+        """Wait up to `timeout_s` until all calls have ended. Return the calls that have ended."""
         return call_lines.wait(references, len(references), timeout_s)
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
-        """Return the present outcome of one call."""
+        """Return the current outcome of a call."""
         import ray
 
         try:
@@ -123,18 +123,18 @@ class Platform:
             return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
         except ray.exceptions.GetTimeoutError:
             return Outcome(rank, answered=False)
-        except WorkerFailed as carrier:  # Ray raises a subclass of it
+        except WorkerFailed as carrier:  # Ray raises a subclass of `WorkerFailed`
             return Outcome(rank, failure=getattr(carrier, "cause", carrier).failure)
-        except ray.exceptions.RayTaskError as error:  # the worker could not describe it, or Ray could not run it
+        except ray.exceptions.RayTaskError as error:  # not described by the worker, or raised by Ray
             return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
-        except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
+        except ray.exceptions.RaySystemError as error:  # this process cannot unpickle the value
             return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
         except ray.exceptions.RayError as error:
             return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
 
 
 def _cause_of(error: Any) -> BaseException:
-    """Return the error behind a failed call. If Ray could not unpickle the arguments, only its text is left."""
+    """Return the original error of a failed call. If a module was missing in the worker, return a clearer error."""
     import ray
 
     cause: BaseException = error.cause or error
@@ -148,14 +148,14 @@ def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
 
 
 def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
-    """Call `function` with the ID of a process, in another process on the same node."""
+    """Call `function(info.pid)` in a new Ray task on the node of that process."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_retries": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # elsewhere it is another one
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # PIDs are per node
     }
     remote: Any = ray.remote(**options)(function)
     return remote.remote(info.pid)

@@ -1,6 +1,6 @@
-"""Decisions as pure functions: how many workers run, what a failure means and what follows, and whose state survives.
+"""Decisions as pure functions: how many workers run, what caused a failure, what follows, and whose state survives.
 
-Facts in, decision out. Nothing here sleeps, asks Ray, or touches a worker.
+Each function takes facts and returns a decision. Nothing in this module sleeps, queries Ray or contacts a worker.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from raysgd.core.engine.shared.types import (
 from raysgd.core.text.log_lines import named
 from raysgd.exceptions import WorkerFault
 
-_TOLERANCE = 1e-6  # Ray counts resources in units of 1/10000; rounding errors of sums are smaller
+_TOLERANCE = 1e-6  # sums have rounding errors; Ray's unit of resources is 1/10000
 _REASON_LENGTH = 160
 _LONGEST_DELAY_S = 60.0
-# Short words for the sentences in which Ray reports a lost worker.
+# Short descriptions, by the class of the error with which Ray reports a lost worker.
 _PROCESS_DIED, _NODE_DIED = "its process died", "its node died"
 _DEATHS = {
     "ActorDiedError": _PROCESS_DIED,
@@ -44,21 +44,26 @@ _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 
 Decision = Literal["continue", "restart", "raise error", "give up"]
-"""The answer to a failed call. "continue": the survivors form a new group and continue the call. "restart": new workers
-restore the last snapshot and run the call again. "raise error": the error of user code is raised. "give up": an error
-about the lost workers is raised."""
+"""What to do after a failed call. "continue": the survivors form a new group and continue the call. "restart": all
+workers restore the last snapshot and run the call again. "raise error": raise the exception of user code. "give up":
+raise an error about the lost workers."""
 
 
 @dataclass(frozen=True)
 class WaitForWorkers:
-    """Too few workers fit now, for this reason. Look again in `delay_s`; None means never."""
+    """A decision not to start workers yet, because too few fit.
+
+    Attributes:
+        delay_s: Seconds to wait before the next attempt. None to give up.
+        reason: Why, as a message.
+    """
 
     delay_s: float | None
     reason: str
 
 
 def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
-    """Return how many workers fit into these resources of one node."""
+    """Return how many workers fit into `amounts`, the resources of one node."""
     bundle = need.bundle()
     if not bundle:
         return 10**6
@@ -66,12 +71,15 @@ def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
 
 
 def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
-    """Return how many workers fit into the cluster: into its free resources, or into all of them."""
+    """Return how many workers fit into the cluster: into its free resources, or with `free_only=False`, its total."""
     return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
 
 
 def cpus_that_fit(view: ClusterView, need: Resources, num_workers: int) -> float:
-    """Return the CPUs per worker with which so many would fit if nothing else ran; 0 if fewer CPUs do not help."""
+    """Return the most CPUs per worker with which `num_workers` fit into an otherwise empty cluster.
+
+    Only values below `need.num_cpus` are tried. Return 0 if none of them is enough.
+    """
     of_nodes = {node.total.get("CPU", 0.0) for node in view.nodes}
     shares = {floor(100 * cpus / count) / 100 for cpus in of_nodes for count in range(1, num_workers + 1)}
     smaller = sorted((share for share in shares if 0 < share < need.num_cpus), reverse=True)
@@ -86,9 +94,9 @@ class ScalingPolicy:
     Attributes:
         max_workers: Upper limit.
         min_workers: Lower limit.
-        num_attempts: How often to look for resources before giving up.
-        first_delay_s: The first wait. Each further wait is twice as long, up to a minute.
-        num_local: Number of workers that run in the driver, reserved or not.
+        num_attempts: Number of attempts to find enough resources.
+        first_delay_s: The first wait between attempts. Each wait is twice as long as the previous one, up to a minute.
+        num_local: Number of workers that run in the driver. They fit even if no resources are free.
     """
 
     max_workers: int
@@ -98,7 +106,13 @@ class ScalingPolicy:
     num_local: int = 0
 
     def decide(self, view: ClusterView, need: Resources, attempt: int) -> int | WaitForWorkers:
-        """Return how many workers to start with the free resources, or a wait for more. `attempt` counts from 0."""
+        """Return how many workers to start with the free resources, or how long to wait for more resources.
+
+        Args:
+            view: The cluster.
+            need: Resources of one worker.
+            attempt: Index of this attempt, from 0.
+        """
         fitting = max(self.num_local, min(self.max_workers, capacity(view, need)))
         if fitting >= self.min_workers:
             return fitting
@@ -110,16 +124,23 @@ class ScalingPolicy:
         return WaitForWorkers(self.delay_s(attempt), reason)
 
     def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> int:
-        """Return how many more workers would fit. A new group could also use the `num_reserved` slots of this one."""
+        """Return how many more workers a new group could have than the current one.
+
+        Args:
+            view: The cluster.
+            need: Resources of one worker.
+            num_workers: Size of the current group.
+            num_reserved: Number of slots of the current group. The new group could use them, too.
+        """
         return max(0, min(self.max_workers, num_reserved + capacity(view, need)) - num_workers)
 
     def delay_s(self, attempt: int) -> float:
-        """Return the wait before the next attempt. It doubles each time: 1, 2, 4, ... seconds."""
+        """Return the wait before the next attempt. It doubles each time, up to a minute."""
         return min(_LONGEST_DELAY_S, self.first_delay_s * 2.0**attempt)
 
 
 Wait = bool | Literal["auto"]
-"""The user's choice: True if survivors wait for new workers, False if not; "auto" to wait only if they have to."""
+"""The user's choice: whether survivors wait for new workers. "auto": only if they cannot keep the global batch."""
 
 AUTO: Literal["auto"] = "auto"
 
@@ -129,10 +150,10 @@ class Resizing:
     """When the number of workers changes.
 
     Attributes:
-        check_s: How often a running call looks for room to grow; None to grow only between calls.
-        num_awaited: Survivors of a failure wait until there are so many workers.
-        num_awaited_by_call: Before a call that can grow later, the driver waits for so many workers.
-        minds_memory: True if survivors wait after all when memory runs out in their first step.
+        check_s: How often a running call checks for free resources to grow. None to grow only between calls.
+        num_awaited: Survivors of a failure wait until there are this many workers.
+        num_awaited_by_call: Before a call that can grow while it runs, the driver waits for this many workers.
+        minds_memory: True if survivors that run out of memory in their first step then wait for new workers.
     """
 
     check_s: float | None
@@ -147,11 +168,12 @@ def resizing(
     """Return when the number of workers changes.
 
     Args:
-        wait: The user's choice: do survivors wait for new workers?
-        interval_s: How often a running call looks for room to grow; None for never.
-        keeps_global_batch: True if steps do not depend on the number of workers, so that survivors can continue alone.
+        wait: The user's choice whether survivors wait for new workers.
+        interval_s: How often a running call checks for free resources to grow. None for never.
+        keeps_global_batch: True if a step does not depend on the number of workers, so that survivors can continue
+            without replacements.
         max_workers: Number of workers that the trainer wants.
-        num_short: Largest number of workers with which memory ran out; 0 if it never did.
+        num_short: Largest group size with which memory ran out. 0 if it never did.
     """
     if wait == AUTO and keeps_global_batch:
         enough = min(max_workers, num_short + 1)
@@ -166,11 +188,11 @@ class Diagnosis:
     """The cause of a failed call.
 
     Attributes:
-        kind: "died" (a process or node died), "disconnected" (the group lost a connection although no rank is known to
-            be dead) or "user" (an exception in user code).
+        kind: "died" (a process or node died), "disconnected" (a connection was lost although no rank is known to be
+            dead) or "user" (user code raised an exception).
         faults: The faults of that kind, in rank order.
-        beside: Exceptions in user code that came with a death. The death may have caused them, so they are only
-            reported.
+        beside: Exceptions of user code in a call in which a worker also died. The death may have caused them, so they
+            are only reported.
     """
 
     kind: FailureKind
@@ -185,8 +207,8 @@ class Diagnosis:
 def classify(report: GroupReport) -> Diagnosis:
     """Return the cause of a failed call.
 
-    A death comes first, because it causes the survivors' errors. A user exception comes before lost connections, which
-    its rank causes by stopping. Lost connections alone mean that a peer could not be reached.
+    A death takes precedence, because it causes the survivors' errors. A user exception takes precedence over lost
+    connections, because its rank stops and so breaks the others' connections.
     """
     failures = [outcome.failure for outcome in report.outcomes if outcome.failure is not None]
     assert failures, "classify() needs a report with at least one failure"
@@ -198,19 +220,19 @@ def classify(report: GroupReport) -> Diagnosis:
 
 
 def failed_alike(report: GroupReport) -> bool:
-    """Return True if every rank failed, all at the same line of user code."""
+    """Return True if every rank failed at the same line of user code, with the same class of error."""
     failures = [outcome.failure for outcome in report.outcomes]
     places = {(failure.fault.type_name, failure.fault.location) for failure in failures if failure is not None}
     return None not in failures and len(places) == 1
 
 
 def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
-    """Return True if memory ran out, on a device or a node, on every rank that failed, and no process died."""
+    """Return True if every failed rank raised an out-of-memory error, of a device or a node, and no process died."""
     return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
 
 
 def _lacks_memory(fault: WorkerFault) -> bool:
-    """Return True if an exception means lack of memory: in PyTorch a `RuntimeError`, in TensorFlow its own class."""
+    """Return True for an out-of-memory error. PyTorch may raise a `RuntimeError`, TensorFlow a class of its own."""
     if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
         return True
     is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"
@@ -219,11 +241,11 @@ def _lacks_memory(fault: WorkerFault) -> bool:
 
 @dataclass(frozen=True)
 class LostNodes:
-    """The nodes on which all workers were lost.
+    """Nodes that lost all their workers.
 
     Attributes:
-        addresses: Addresses of these nodes; empty if a rank was also lost on a node where others live.
-        are_dead: True if Ray says that the nodes died.
+        addresses: Addresses of the nodes.
+        are_dead: True if Ray reports the nodes as dead.
     """
 
     addresses: tuple[str, ...] = ()
@@ -235,19 +257,19 @@ class LostNodes:
 
 
 def emptied_nodes(lost: Collection[int], infos: Sequence[WorkerInfo]) -> dict[str, str]:
-    """Return the nodes of the lost ranks, as addresses by ID; empty if any of these nodes still has a worker."""
+    """Return the addresses of the lost ranks' nodes, by node ID. Empty if any of these nodes still has a worker."""
     emptied = {infos[rank].node_id: infos[rank].node_ip for rank in sorted(lost)}
     in_use = {info.node_id for rank, info in enumerate(infos) if rank not in lost}
     return {} if in_use & emptied.keys() else emptied
 
 
 def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | None = None) -> str:
-    """Return the cause in a few words, for logs and messages.
+    """Return a short description of the cause, for logs and error messages.
 
     Args:
         diagnosis: The cause.
         gone: All ranks that are known to be lost.
-        nodes: Nodes on which all workers were lost.
+        nodes: Nodes that lost all their workers.
     """
     reason = _said(diagnosis.faults[0])
     if diagnosis.kind == "user":
@@ -267,7 +289,7 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | N
 
 
 def why_not_started(failure: Failure) -> str:
-    """Return in words why a worker did not start. For an exception in user code, add the line."""
+    """Return a description of why a worker did not start. For an exception of user code, it includes the line."""
     reason = _said(failure.fault)
     if failure.kind == "user":
         return f"{reason}, raised at {failure.fault.location}"
@@ -288,18 +310,18 @@ def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:
 class RetryBudget:
     """The retries for one call, or for several calls that form one piece of work.
 
-    Continuing in place is free after progress: at least one step of the call, and more than one since the survivors
-    last continued. Otherwise it costs a retry. It also costs one after a hang, because the code may hang again and
-    again. Survivors that complete no step after they continued do not continue again: continuing may be what broke
-    them.
-
-    Attributes:
-        num_spent: Number of retries used.
-        num_refused: Number of failures when no retry was left.
+    Continuing in place is free after progress: at least one step of the call, and at least two steps since the
+    survivors last continued. Otherwise it costs a retry. It also costs a retry after a hang, because the code may hang
+    repeatedly. Survivors that completed no step since they last continued do not continue again: continuing itself may
+    have broken them.
 
     Args:
         num_restarts: Number of retries, possibly infinite. With 0, the first failure ends the call, even if continuing
             would be free.
+
+    Attributes:
+        num_spent: Number of retries used.
+        num_refused: Number of failures for which no retry was left.
     """
 
     def __init__(self, num_restarts: float) -> None:
@@ -307,10 +329,10 @@ class RetryBudget:
         self.renew()
 
     def renew(self) -> None:
-        """Reset the budget, for the next piece of work."""
+        """Reset the budget for the next piece of work."""
         self.num_spent = 0
         self.num_refused = 0
-        self._continued_at: int | None = None  # total steps when survivors last continued; None for new workers
+        self._continued_at: int | None = None  # steps of the call when survivors last continued; None after a restart
         self._has_hung = False
 
     @property
@@ -318,7 +340,7 @@ class RetryBudget:
         return self.num_spent >= self.num_restarts
 
     def obstacle_to_continuing(self, progress: int) -> str | None:
-        """Return why survivors cannot continue after `progress` steps in all; None if it is free or a retry is left."""
+        """Return why survivors cannot continue after `progress` steps of the call, or None if they can."""
         if self._continued_at is not None and progress <= self._continued_at:
             return "no step was completed since the survivors went on the last time"
         if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
@@ -326,11 +348,14 @@ class RetryBudget:
         return None
 
     def note_hang(self) -> None:
-        """Note that the next recovery is caused by a worker that hung."""
+        """Record that a hung worker caused the next recovery, so that it costs a retry."""
         self._has_hung = True
 
     def _is_free(self, progress: int) -> bool:
-        """Return True if continuing in place is free. Code that fails at each step completes one between failures."""
+        """Return True if continuing is free.
+
+        One step since the last time is not enough: code that fails at every step also completes one between failures.
+        """
         least = 1 if self._continued_at is None else self._continued_at + 2
         return progress >= least and not self._has_hung
 
@@ -343,24 +368,24 @@ class RetryBudget:
         self._continued_at, self._has_hung = None, False
 
     def refuse(self) -> None:
-        """Count a failure for which no retry is left."""
+        """Count a failure for which no retry was left."""
         self.num_refused += 1
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Decides what follows a failed call. Lost workers are retried; errors in user code only if the user asks for it.
+    """Decides what follows a failed call. A call is retried after lost workers, and by default not after user errors.
 
     Attributes:
-        continues: True to keep survivors if possible.
-        retries_user_errors: True to restart all workers after an error in user code, for a retry, as after a failure.
+        continues: True to continue with the survivors if possible.
+        retries_user_errors: True to use a retry and restart all workers even after an exception of user code.
     """
 
     continues: bool = False
     retries_user_errors: bool = False
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return what to do next. `can_continue` is True if the survivors could continue the call."""
+        """Return what to do next. `can_continue` is True if survivors can continue the call."""
         if diagnosis.kind == "user":
             return "restart" if self.retries_user_errors and not budget.is_spent else "raise error"
         if self.continues and can_continue and budget.num_restarts > 0:
@@ -369,9 +394,10 @@ class FailurePolicy:
 
 
 def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
-    """Return the index of the replica whose state the others take over: the most advanced whole one, or None.
+    """Return the index of the replica whose state the others copy, or None if the survivors cannot continue.
 
-    A step that one replica has completed contains the gradients of all ranks, including lost ones.
+    That is the most advanced replica whose state is of a completed step. A step that one replica has completed contains
+    the gradients of all ranks, even of lost ranks.
     """
     if any(report.obstacle for report in reports):
         return None
@@ -380,11 +406,11 @@ def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
 
 
 def are_alike(reports: Sequence[ReplicaProgress]) -> bool:
-    """Return True if all replicas have the same state: that of a completed step, after the same number of steps."""
+    """Return True if all replicas are in sync: each has the state after the same number of completed steps."""
     return all(each.is_whole for each in reports) and len({each.progress for each in reports}) == 1
 
 
 def takers(reports: Sequence[ReplicaProgress], source: int) -> tuple[int, ...]:
-    """Return the indices of the replicas that have to take over the state of `source`."""
+    """Return the indices of the replicas that must copy the state of `source`."""
     progress = reports[source].progress
     return tuple(index for index, report in enumerate(reports) if not report.is_whole or report.progress != progress)

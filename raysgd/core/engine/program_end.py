@@ -1,4 +1,4 @@
-"""The end of the program: our cleanup runs before Ray's, and keeps Ray from starting again."""
+"""Cleanup at the end of the program: it runs before Ray's exit hook and keeps Ray from starting again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raysgd.exceptions import RaySGDError
 
 
 class ProgramEnd:
-    """Cleanup at the end of the program.
+    """Runs finalizers at the end of the program.
 
     Attributes:
         has_begun: True if the program is ending.
-        finalizers: Finalizers of what has not ended yet, oldest first.
+        finalizers: Finalizers that have not run yet, oldest first.
     """
 
     def __init__(self) -> None:
@@ -25,10 +25,10 @@ class ProgramEnd:
         self.finalizers: list[finalize[..., Any]] = []
 
     def come_before_ray(self) -> None:
-        """Register `run` so that it runs before Ray's exit hook. Python runs the hook first that was added last.
+        """Register `run` so that it runs before Ray's exit hook.
 
-        Ray adds its hook when it is imported. Hooks that the program adds later still find Ray and the trainers
-        running.
+        Python runs the newest exit hook first, and Ray registers its hook when it is imported. Hooks that the program
+        registers later than `run` still find Ray and the trainers running.
         """
         if not self._is_before_ray:
             atexit.unregister(self.run)
@@ -36,10 +36,10 @@ class ProgramEnd:
             self._is_before_ray = "ray" in sys.modules
 
     def run(self) -> None:
-        """End what has not ended yet, newest first, even if some of it raises. Keep Ray from starting again."""
+        """Run the remaining finalizers, newest first, even if some raise. Keep Ray from starting again."""
         self.has_begun = True
         auto_init = find_name("ray:_private.auto_init_hook") if "ray" in sys.modules else None
-        if auto_init is not None:  # otherwise a call that outlives this would start Ray again
+        if auto_init is not None:  # otherwise a call that still runs could start Ray again
             auto_init.enable_auto_connect = False
         for each in reversed(self.finalizers):
             try:
@@ -52,12 +52,13 @@ _PROGRAM_END = ProgramEnd()
 
 
 def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> finalize[..., Any]:
-    """Call `end` when nothing refers to `owner` any more, or at the end of the program, while Ray still runs.
+    """Call `end(*args, **kwargs)` when `owner` is garbage collected, or at exit while Ray is still running.
 
-    A plain `weakref.finalize` may run after Ray's exit hook, depending on who made the first finalizer of the program.
+    At exit, a plain `weakref.finalize` may run after Ray's exit hook, depending on which code created the program's
+    first finalizer.
 
     Returns:
-        A finalizer, as `weakref.finalize` makes it.
+        The `weakref.finalize` object.
     """
     finalizer = finalize(owner, end, *args, **kwargs)
     finalizer.atexit = False
@@ -67,7 +68,7 @@ def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def prepare_to_use_ray() -> None:
-    """Get ready to start Ray. Call it after Ray is imported and before it starts.
+    """Register the cleanup. Call this after Ray is imported and before it is started.
 
     Raises:
         RaySGDError: The program is ending.

@@ -1,4 +1,4 @@
-"""Which worker gets which rank, depending on its node and GPUs."""
+"""Assigns ranks to workers by their nodes and GPUs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ItemT = TypeVar("ItemT")
 
 
 def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[int]:
-    """Return the order of new workers for their ranks, as indices of `infos`: by node, and by GPU on each node.
+    """Return the rank order of new workers as indices of `infos`: sorted by node, then by GPU.
 
-    Nodes keep the order in which they first appear, and so do workers that share a GPU or have none. Thus ranks on one
-    node are consecutive, wherever the cluster placed the workers.
+    Nodes stay in the order of their first appearance, and so do workers that share a GPU or have none. The ranks on a
+    node are therefore consecutive, wherever the cluster placed the workers.
 
     Args:
-        infos: Where the workers run.
-        first_stays: True if the first worker must be rank 0, as the driver must.
+        infos: Node and GPUs of each worker.
+        first_stays: True if the first worker must be rank 0, because it is the driver.
     """
     nodes = _numbered_nodes(infos)
 
@@ -31,7 +31,7 @@ def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[
 
 
 def assign(infos: Sequence[WorkerInfo]) -> list[World]:
-    """Return each worker's place. World ranks follow the order of `infos`; local ranks count from 0 on each node."""
+    """Return the `World` of each worker. Ranks follow the order of `infos`. Local ranks count from 0 on each node."""
     seen: Counter[str] = Counter()
     sizes = Counter(info.node_id for info in infos)
     node_ranks = _numbered_nodes(infos)
@@ -58,14 +58,14 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
 
 
 def places(ranks: Sequence[int], num_workers: int) -> list[int]:
-    """Return the next rank of each worker. Workers keep their rank if it still exists; others get the free ranks.
+    """Return each worker's rank in the next group. Workers keep their rank if it still exists, or get a free rank.
 
     >>> places([0, 2], 3), places([1, 2], 2), places([2, 3], 3)
     ([0, 2, 1], [1, 0], [2, 0, 1])
 
     Args:
-        ranks: The present ranks of the workers that stay. New workers follow them.
-        num_workers: The next number of workers.
+        ranks: The current ranks of the workers that stay. In the result, new workers follow them.
+        num_workers: Size of the next group.
     """
     free = [rank for rank in range(num_workers) if rank not in ranks]
     kept = [rank if rank < num_workers else free.pop(0) for rank in ranks]
@@ -73,7 +73,7 @@ def places(ranks: Sequence[int], num_workers: int) -> list[int]:
 
 
 def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
-    """Sort items by their places; without places, leave them in order.
+    """Sort items by their ranks `places`. If `places` is empty, return the items unchanged.
 
     >>> in_places(["a", "b", "c"], [0, 2, 1])
     ['a', 'c', 'b']
@@ -82,14 +82,15 @@ def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
 
 
 def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
-    """Return, by rank, which other rank keeps a copy of its part: a partner on another node.
+    """Return, by rank, the partner rank on another node that stores a copy of the rank's shard.
 
-    The copies of each node go to the next node, in a circle, so that no node keeps much more than it gives.
+    Each node's copies go to the next node, in a ring, so that no node stores many more copies than it sends. Ranks
+    without a partner are left out: their shards go to the driver.
 
     Args:
-        infos: Where the workers run.
-        home: The node of the driver, which itself keeps the copies for this node. Ranks on it need none: if they are
-            lost with their node, so is the driver.
+        infos: Node of each worker.
+        home: The driver's node. Its ranks, and ranks whose next node it is, have no partner, because the driver stores
+            their shards.
     """
     on_node: dict[str, list[int]] = {}
     for rank, info in enumerate(infos):
@@ -103,12 +104,12 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
 
 
 def _numbered_nodes(infos: Sequence[WorkerInfo]) -> dict[str, int]:
-    """Number the nodes in the order in which they first appear."""
+    """Number the nodes in the order of their first appearance."""
     return {node: index for index, node in enumerate(dict.fromkeys(info.node_id for info in infos))}
 
 
 def _sorted_ids(gpu_ids: Iterable[str]) -> tuple[str, ...]:
-    """Return each ID once, numbers by value."""
+    """Return the distinct IDs, sorted. Numeric IDs are sorted by value."""
     return tuple(sorted(set(gpu_ids), key=_by_number))
 
 

@@ -1,9 +1,9 @@
-"""Snapshots: the state that a restart restores, when it is copied, and which calls have to be repeated after it.
+"""Snapshots: the state that a restart restores, when it is copied, and which calls must be repeated after a restore.
 
-Snapshots are kept on the driver's node, because an object that an actor returned may exist only on the actor's node,
-which may be the one that was lost. If the ranks divide their state, each part is kept on two nodes (ADR 92). The worker
-copies its state once, at the end of a call. The copy is sent while the group already runs the next call. Until it
-arrives, the calls that it covers are remembered, so that they can be repeated from the snapshot before.
+Snapshots are stored on the driver's node, because an object that an actor returned may exist only on the actor's node,
+which may be the lost node. If the state is sharded over the ranks, each shard is stored on two nodes (ADR 92). A worker
+copies its state once, at the end of a call. The copy is sent while the group already runs the next call. Until the copy
+arrives, the calls that it covers are retained, so that they can be repeated from the previous snapshot.
 
 ADR 4 explains why snapshots are taken after calls, why not after every call, and what is repeated instead.
 """
@@ -27,20 +27,20 @@ from raysgd.exceptions import WorkersLostError
 logger = logging.getLogger(__name__)
 
 
-_SHARE = 0.02  # largest share of the time that copies may take
+_SHARE = 0.02  # copies may take at most this fraction of the time
 _MAX_REPLAY_S = 30.0
-_MAX_CALLS = 10_000  # remembered calls, which hold on to their arguments
+_MAX_CALLS = 10_000  # retained calls keep their arguments in memory
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state that the driver holds.
+    """A snapshot that has arrived in the driver.
 
     Attributes:
-        shared_state: State that all ranks share; if they divide it, a `DividedValue`.
-        rank_states: State that only one rank has, by rank.
-        progress: Progress of each rank in the call in which the snapshot was taken; None if it was taken between calls.
-        reference: Ray's reference to the shared state, if that came through the object store.
+        shared_state: State that all ranks share, such as the model. A `DividedValue` if it is sharded over the ranks.
+        rank_states: Each rank's own state, by rank.
+        progress: Each rank's progress in the call in which the snapshot was taken. None if taken between calls.
+        reference: Ray's reference to the shared state, if it came through the object store.
     """
 
     shared_state: Any
@@ -49,10 +49,10 @@ class Snapshot:
     reference: Any = None
 
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
-        """Return what each rank of a new group, of any size, restores in addition to the shared state.
+        """Return what each rank of a new group restores in addition to the shared state. The group may have any size.
 
-        That is the rank's own state. For a mid-call snapshot it is also the progress of rank 0, and the progress of the
-        ranks whose metrics this rank counts.
+        For each rank this is its own state and, for a mid-call snapshot, the progress of rank 0 and the progress of the
+        old ranks whose metrics the rank takes over.
         """
         own, progress = own_states(self.rank_states, num_ranks), self.progress
         if progress is None:
@@ -61,20 +61,20 @@ class Snapshot:
 
 
 def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:
-    """Return the own state of each rank; None for ranks that did not exist when the snapshot was taken."""
+    """Return each rank's own state, or None for ranks that did not exist when the snapshot was taken."""
     return [*rank_states[:num_ranks], *[None] * (num_ranks - len(rank_states))]
 
 
 @dataclass(frozen=True)
 class NewestSnapshot:
-    """A snapshot that has arrived or is on its way. Any thread may use it.
+    """A snapshot that has arrived or is in transit. Any thread may use it.
 
     Attributes:
         landed: The snapshot, if it has arrived.
-        transfer: Otherwise the transfer of the shared state.
-        token: The worker's token for that state.
-        rank_states: As in `Snapshot`.
-        progress: As in `Snapshot`.
+        transfer: The transfer of the shared state, if the snapshot is in transit.
+        token: The worker's token for the shared state.
+        rank_states: Each rank's own state, by rank.
+        progress: Each rank's progress in the call in which the snapshot was taken. None if taken between calls.
     """
 
     landed: Snapshot | None = None
@@ -84,11 +84,11 @@ class NewestSnapshot:
     progress: tuple[Any, ...] | None = None
 
     def result(self, timeout_s: float | None = None) -> Snapshot:
-        """Return the snapshot, once it is in the driver.
+        """Wait until the snapshot has arrived in the driver, and return it.
 
         Raises:
-            TimeoutError: It is still on its way.
-            WorkersLostError: The worker that had it was lost.
+            TimeoutError: The snapshot is still in transit.
+            WorkersLostError: The snapshot was lost with its worker.
         """
         if self.landed is not None:
             return self.landed
@@ -97,7 +97,7 @@ class NewestSnapshot:
             state = self.transfer.result(timeout_s)
         except TimeoutError:
             raise
-        except Exception as error:  # Ray raises it for the death of the worker, or the worker for its copy
+        except Exception as error:  # from Ray if the worker died, or from the worker itself
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
         return Snapshot(state, self.rank_states, self.progress, self.transfer.reference)
 
@@ -106,12 +106,12 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
     """Return True if a snapshot is due after a call.
 
     Args:
-        every_s: Seconds between snapshots. "auto": so rarely that copies take at most 2% of the time, but before more
-            than 30 s of calls would have to be repeated. None: never.
-        copy_s: How long a copy stops the workers.
+        every_s: Seconds between snapshots. "auto" limits copies to 2% of the time, but never lets more than 30 s of
+            calls go without a snapshot. None takes no snapshots.
+        copy_s: How long a copy pauses the workers.
         since_s: Seconds from the last copy to the end of the call.
-        replay_s: How long it would take to repeat the calls since then, including this one.
-        num_calls: Number of these calls.
+        replay_s: Seconds to repeat the calls since the last snapshot, including this call.
+        num_calls: Number of calls since the last snapshot, including this call.
     """
     if every_s is None:
         return False
@@ -125,13 +125,13 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
 class SnapshotPace:
     """Measures copies and calls, and decides when a copy is due.
 
-    It decides before a call, because the call carries the request to copy. So it expects the call to take as long as
-    the last call of the same function.
+    The decision is made before a call, because the call carries the request to copy. It assumes that the call takes as
+    long as the last call of the same function.
 
     Args:
-        every_s: When a snapshot is due, as for `is_due`.
+        every_s: Seconds between snapshots, "auto" or None. See `is_due`.
         now: Clock, in seconds.
-        heartbeat_s: A worker that sends no heartbeat for so long counts as lost.
+        heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
     """
 
     def __init__(self, every_s: EverySeconds, now: Callable[[], float], heartbeat_s: float = float("inf")) -> None:
@@ -142,11 +142,14 @@ class SnapshotPace:
         self._has_warned = False
 
     def note_call(self, function: Any, seconds: float) -> None:
-        """Record how long a call took."""
+        """Record how long a call of `function` took."""
         self._usual_s[function] = seconds
 
     def note_copy(self, seconds: float) -> None:
-        """Record a copy of the state, and how long it stopped the workers."""
+        """Record that the state was copied now, and how long the copy paused the workers.
+
+        Warn once if a copy takes longer than `heartbeat_s`.
+        """
         self.copy_s, self._taken_at = seconds, self._now()
         if seconds > self._heartbeat_s and not self._has_warned:
             self._has_warned = True
@@ -159,12 +162,12 @@ class SnapshotPace:
             )
 
     def is_due(self, function: Any, replay_s: float, num_calls: int) -> bool:
-        """Return True if the state should be copied after a call that is about to be made.
+        """Return True if the state should be copied after the next call.
 
         Args:
-            function: The function of the call.
+            function: The next call's function.
             replay_s: How long the calls since the last snapshot took.
-            num_calls: Number of these calls.
+            num_calls: Number of calls since the last snapshot.
         """
         usual_s = self._usual_s.get(function)
         if self.copy_s is None or usual_s is None:
@@ -173,11 +176,11 @@ class SnapshotPace:
         return is_due(self._every_s, self.copy_s, since_s, replay_s + usual_s, num_calls + 1)
 
     def is_overdue(self, replay_s: float) -> bool:
-        """Return True if a copy is due even without a call, because it would take too long to repeat the last calls."""
+        """Return True if a copy is due even without another call: repeating the last calls would take too long."""
         return self._every_s == "auto" and replay_s > _MAX_REPLAY_S
 
     def words(self) -> str:
-        """Return in words how often a snapshot is taken, for the status of a trainer."""
+        """Return a description of how often snapshots are taken, for a trainer's status."""
         if self._every_s is None:
             return "switched off"
         if self._every_s != "auto":
@@ -189,18 +192,18 @@ class SnapshotPace:
 
 
 class Snapshots:
-    """Keeps the newest snapshot that has arrived, and the calls completed since it was taken.
+    """Holds the newest snapshot that has arrived, and the calls completed since it was taken.
 
     Args:
-        spec: Says if and how often the state is copied.
+        spec: Contains the settings for snapshots.
         now: Clock, in seconds.
 
     Attributes:
-        landed: The newest snapshot that the driver holds.
-        landed_token: The workers' token for it.
-        landed_at: When it arrived.
-        is_awaited: True if the snapshot on its way is waited for even before the workers are stopped.
-        must_follow: True if a copy has to be taken as soon as possible.
+        landed: The newest snapshot that has arrived in the driver.
+        landed_token: The workers' token for `landed`.
+        landed_at: When `landed` arrived.
+        is_awaited: True if a restart must wait longer for the snapshot in transit, because a caller needs it.
+        must_follow: True if a copy must be taken as soon as possible.
         last_file: The last file that was saved or loaded.
         pace: Decides after which calls a snapshot is due.
     """
@@ -224,7 +227,7 @@ class Snapshots:
 
     @property
     def last_file_in_words(self) -> str:
-        """What to tell a user who has no snapshot."""
+        """A sentence about the last saved or loaded file, for the error of a user who has no snapshot."""
         if self.last_file is None:
             return "No file was saved or loaded."
         return f"The last file is {self.last_file}: `load` it into a new trainer."
@@ -236,7 +239,7 @@ class Snapshots:
 
     @property
     def replay_s(self) -> float:
-        """Total time of the calls that no snapshot covers, neither `landed` nor one on its way."""
+        """Total time of the calls that neither `landed` nor the snapshot in transit covers."""
         return sum(self._call_s[self._num_coming_covers :])
 
     @property
@@ -246,7 +249,7 @@ class Snapshots:
 
     @property
     def num_uncovered(self) -> int:
-        """Number of calls that no snapshot covers, neither `landed` nor one on its way."""
+        """Number of calls that neither `landed` nor the snapshot in transit covers."""
         return len(self._calls) - self._num_coming_covers
 
     @property
@@ -255,7 +258,7 @@ class Snapshots:
 
     @property
     def is_inside(self) -> bool:
-        """True if `landed` was taken inside the first call that it does not cover. That call can continue from it."""
+        """True if `landed` was taken inside a call. That call can resume from it."""
         return self.landed is not None and self.landed.progress is not None
 
     @property
@@ -265,27 +268,27 @@ class Snapshots:
 
     @property
     def is_current(self) -> bool:
-        """True if a snapshot, landed or on its way, has the newest state."""
+        """True if the newest snapshot, arrived or in transit, has the current state."""
         return self.shares_current and not self._is_stale_for_ranks
 
     @property
     def shares_current(self) -> bool:
-        """True if a snapshot has the newest shared state. The newest states of single ranks may be missing."""
+        """True if the newest snapshot has the current shared state. Ranks' own states may have changed since."""
         return self.has_any and not self._is_stale
 
     @property
     def has_any(self) -> bool:
-        """True if there is a snapshot, landed or on its way."""
+        """True if there is a snapshot, arrived or in transit."""
         return self.landed is not None or self.is_coming
 
     def completed(self, call: Call | None, seconds: float = 0.0, *, is_repeatable: bool = True) -> None:
-        """Note that a call changed the state.
+        """Record that a call changed the state.
 
         Args:
-            call: The call; None if it can never be repeated.
-            seconds: How long it took.
-            is_repeatable: False if repeating it may give another result. A snapshot then has to follow as soon as
-                possible.
+            call: The call, or None if it can never be repeated.
+            seconds: How long the call took.
+            is_repeatable: False if repeating the call may give a different result. A snapshot must then be taken as
+                soon as possible.
         """
         self._is_stale = True
         if call is None:
@@ -296,9 +299,9 @@ class Snapshots:
         self.must_follow = self.must_follow or not is_repeatable
 
     def newest(self) -> NewestSnapshot:
-        """Return the newest snapshot; there has to be one.
+        """Return the newest snapshot. There must be one.
 
-        If it is on its way, it is waited for from now on, even before the workers are stopped.
+        If it is in transit, a restart waits longer for it from now on, because the caller needs it.
         """
         if self._coming is None:
             return NewestSnapshot(self.landed)
@@ -306,15 +309,15 @@ class Snapshots:
         return self._coming
 
     def touch(self) -> None:
-        """Note that the state may have changed outside of any call."""
+        """Record that the state may have changed outside of a call."""
         self._is_stale = True
 
     def touch_ranks(self) -> None:
-        """Note that the own states of ranks may have changed outside of any call."""
+        """Record that ranks' own states may have changed outside of a call."""
         self._is_stale_for_ranks = True
 
     def leave_call(self) -> None:
-        """Note that the interrupted call will not continue, so that no snapshot counts as taken inside it."""
+        """Record that the interrupted call will not resume, so snapshots no longer count as taken inside it."""
         if self._coming is not None and self._coming.progress is not None:
             self._lose_coming()
         if self.landed is not None and not self._calls:
@@ -322,17 +325,17 @@ class Snapshots:
 
     @property
     def is_coming(self) -> bool:
-        """True if a snapshot is on its way. No other is taken then, because hurried snapshots would never arrive."""
+        """True if a snapshot is in transit. Until it arrives, no other is taken, because it would replace this one."""
         return self._coming is not None
 
     def take_captures(
         self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False
     ) -> None:
-        """Take a snapshot from the captures of the ranks after the last completed call.
+        """Make a snapshot from the ranks' captures. If the state is not in the captures, start its transfer.
 
         Args:
-            captures: The capture of each rank.
-            fetch: Starts a transfer: of rank 0's state by its token, or of all ranks' parts by their tokens.
+            captures: Each rank's capture, by rank.
+            fetch: Starts the transfer of rank 0's state, given its token, or of all shards, given the ranks' tokens.
             is_first: True if the ranks have just been set up, so that the snapshot covers no call.
         """
         self.poll()
@@ -351,51 +354,51 @@ class Snapshots:
             self._num_covered, self.is_awaited = num_covered, False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
-        """Take the snapshot on its way if it has arrived. Wait for it up to `timeout_s`; None waits without limit."""
+        """Receive the snapshot in transit if it arrives within `timeout_s`. None waits without limit."""
         if self._coming is None:
             return
         try:
             snapshot = self._coming.result(timeout_s)
         except TimeoutError:
             return
-        except WorkersLostError as error:  # the previous snapshot, and the calls since then, are still there
+        except WorkersLostError as error:  # the previous snapshot and the calls since then are retained
             reason = error.__cause__
-            # The cause has the message without the remote traceback.
+            # Ray's error contains the remote traceback; its cause has the message alone.
             logger.warning("a snapshot was lost in transit: %s", getattr(reason, "cause", None) or reason)
             self._lose_coming()
             return
         self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
-        """Note that the replicas have ended: what they were sending is lost, and new ones count tokens from 1."""
+        """Drop the snapshot in transit and `landed_token`, because the replicas that they refer to have ended."""
         if self.is_coming:
             self._lose_coming()
         self.landed_token = None
 
     def adopt(self, snapshot: Snapshot) -> None:
-        """Use a state that the driver had before the workers did, such as a loaded file, as the newest snapshot."""
+        """Use state that came from the driver, such as a loaded file, as the newest snapshot."""
         self._coming, self._is_stale, self._is_stale_for_ranks = None, False, False
         self.must_follow, self._num_gaps_coming = False, self._num_gaps
         self._land(snapshot, self.landed_token, len(self._calls))
 
     def forget_calls(self) -> None:
-        """Keep `landed` as the state to continue from, without repeating the calls since then."""
+        """Discard the calls since `landed`, so that a restart continues from `landed` without repeating them."""
         self._calls.clear()
         self._call_s.clear()
 
     def clear(self) -> None:
-        """Drop everything, when nothing in the driver uses it any more."""
+        """Discard the snapshots and the retained calls."""
         self.landed, self._coming = None, None
         self.forget_calls()
 
     def begin_again(self) -> None:
-        """Drop everything, because the workers are about to be reset. New replicas count tokens from 1."""
+        """Discard the snapshots, the retained calls and `landed_token`, because the workers are about to be reset."""
         self.clear()
         self.landed_token, self._is_stale, self._is_stale_for_ranks = None, False, False
         self._num_gaps_landed, self.must_follow = self._num_gaps, False
 
     def _lose_coming(self) -> None:
-        """Give up the snapshot on its way. The calls that it covered need another one soon."""
+        """Give up the snapshot in transit. If it covered calls, they need another snapshot soon."""
         self._coming, self._is_stale = None, True
         self.must_follow = bool(self._calls)
 
@@ -409,7 +412,7 @@ class Snapshots:
     # ------------------------------------------------------------------------------------------- around a call
 
     def is_due_after(self, call: Call) -> bool:
-        """Return True if the workers should copy their state after a call that is about to be made."""
+        """Return True if the workers should copy their state after `call`, which is about to run."""
         if call.captures:
             return True
         if not (self._spec.captures_after_calls and call.is_kept) or self.is_coming:
@@ -418,7 +421,7 @@ class Snapshots:
         return is_forced or self.pace.is_due(call.function, self.replay_s, self.num_uncovered)
 
     def note_call(self, call: Call, seconds: float) -> None:
-        """Note that a call whose effect must be kept, by a copy or by repeating it, is complete."""
+        """Record that a call that changed the state has completed."""
         if self._spec.captures_after_calls:
             self.completed(call, seconds, is_repeatable=call.is_repeatable)
             self.pace.note_call(call.function, seconds)
@@ -426,7 +429,7 @@ class Snapshots:
             self.completed(None)
 
     def note_broken_off(self, call: Call, *, has_group: bool) -> None:
-        """Note that a call ended half-way: the surviving ranks have a state that is in no snapshot."""
+        """Record that a call was aborted: the state of the surviving ranks is in no snapshot."""
         self.leave_call()
         if call.changes_state and has_group:
             self.touch()
@@ -435,20 +438,20 @@ class Snapshots:
 
     @property
     def is_overdue(self) -> bool:
-        """True if a snapshot should be taken right now, because repeating the last calls would take too long."""
+        """True if a snapshot should be taken now, because repeating the last calls would take too long."""
         return not self.is_coming and self.pace.is_overdue(self.replay_s)
 
     def is_known(self, *, has_group: bool) -> bool:
-        """Return True if the newest snapshot is the current state, or all that is left of it.
+        """Return True if the newest snapshot has the current state, so that no copy is needed.
 
-        The latter holds if no worker is left, and no completed call has to be repeated. New workers would start from
-        this snapshot, so there is no need to wait for them.
+        This also holds if there is no group and no completed call must be repeated: new workers would start from this
+        snapshot.
         """
         is_whole = not has_group and self._spec.captures and not self.calls_since and not self.has_gap
         return self.is_current or (self.landed is not None and is_whole)
 
     def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Take a snapshot from copies of the ranks. Fetch what rank 0 kept, or each rank's part."""
+        """Make a snapshot from the ranks' captures. Fetch the shared state from rank 0, or a shard from each rank."""
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
             if isinstance(wanted, int):
@@ -461,17 +464,17 @@ class Snapshots:
 
     @property
     def is_lost(self) -> bool:
-        """True if calls changed the state, and neither a snapshot nor repeating them can bring it back."""
+        """True if calls changed the state in a way that neither a snapshot nor a repetition can recover."""
         is_nowhere = self._spec.captures and not self.has_any
         return self.has_gap and (self._spec.loses_state or is_nowhere)
 
     @property
     def is_only_in_workers(self) -> bool:
-        """True if calls changed the state, and no snapshot has landed although the workers do copy their state."""
+        """True if only the workers have the state: it cannot be recomputed, and the driver holds no snapshot."""
         return self.has_gap and self._spec.captures and self.landed is None and not self._spec.loses_state
 
     def restored_from(self) -> str:
-        """Return in words what state the next workers start from."""
+        """Return a description of the state that new workers start from."""
         num_calls = len(self._calls)
         if num_calls:
             calls = "1 completed call" if num_calls == 1 else f"{num_calls} completed calls"
@@ -482,5 +485,5 @@ class Snapshots:
 
 
 def copy_call() -> Call:
-    """Return a call whose only purpose is the copy of the state after it."""
+    """Return a call that does nothing, so that the state is copied after it."""
     return Call(replica.nothing, captures=True)

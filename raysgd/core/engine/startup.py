@@ -1,4 +1,4 @@
-"""Standby workers: starting them, keeping them ready, and lending them out."""
+"""Standby workers: starts them, checks that they stay ready, and lends them out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _ROUND_S = 0.5
 _POLL_S = 0.1
-_LOADING_S = 120.0  # loading a library on a busy machine may hold the GIL for as long
+_LOADING_S = 120.0  # importing a framework on a busy machine may hold the GIL this long
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class StandbyWorker:
 
 
 class Loan:
-    """A standby worker on loan: one thread uses it, and another may call it back. It runs at most one call.
+    """A standby worker on loan. One thread runs at most one call on it, and another thread may recall it.
 
     Args:
         standby_worker: The worker.
-        number: Number of the loan, larger than those of earlier loans.
-        platform: Where the worker runs.
-        spec: Says after how long a silence a worker is killed, and where its log lines go.
+        number: Number of the loan. Numbers increase with each loan.
+        platform: Runs the worker.
+        spec: Contains `heartbeat_s` and the relay for log lines.
 
     Attributes:
         is_recalled: True if the group needs the worker.
@@ -62,20 +62,20 @@ class Loan:
     def run_call(
         self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
     ) -> Outcome | None:
-        """Run `function(replica, number, *args)`, which gives up between two batches if the loan is recalled.
+        """Run `function(replica, loan_number, *args)`. It gives up between two batches if the loan is recalled.
 
         Args:
-            function: What to run.
-            make_args: Makes the arguments.
-            on_wait: Called regularly during the call. If it or `make_args` raises, the loan ends.
+            function: Called on the worker. Returns None if it gave up.
+            make_args: Returns the further arguments.
+            on_wait: Called regularly during the call. If it or `make_args` raises, the loan is recalled.
 
         Returns:
-            The outcome of the call; None if the worker was lost or recalled.
+            The outcome of the call. None if the worker was lost or recalled.
         """
         try:
             with OnFailure(self.recall):
                 packed = pack(function, False, None, (self._number, *make_args()))
-                with self._lock:  # a call sent after the recall would change a member of the group
+                with self._lock:  # after a recall, the worker may already be a member of the group
                     if self.is_recalled:
                         return None
                     self._call = self._worker.submit("on_packed", *packed)
@@ -93,7 +93,7 @@ class Loan:
         return None if is_left or found.has_died else found
 
     def recall(self) -> None:
-        """Make the call give up, or keep it from starting. May be called from any thread."""
+        """Make the call give up, or prevent it from starting. May be called from any thread."""
         with self._lock:
             self.is_recalled = True
             if self._call is not None:
@@ -101,7 +101,7 @@ class Loan:
 
     @property
     def call(self) -> Any:
-        """The call; None if none was started."""
+        """The call, or None if no call was started."""
         return self._call
 
     @property
@@ -112,19 +112,20 @@ class Loan:
 
     @property
     def has_died(self) -> bool:
-        """True if the worker died in its call."""
+        """True if the worker died during the call."""
         return self._call is not None and self._platform.outcome(-1, self._call).has_died
 
 
 class StartupCheck:
-    """Kills workers that freeze while they start or wait, so that nothing waits for them forever.
+    """Kills workers that freeze while they start or stand by, so that nothing waits for them forever.
 
-    It asks the workers for signs of life, whatever else they do. Silence counts from a worker's first answer on, or, if
-    it has never answered, from the time when Ray knows its process. Before that, the process may not exist yet.
+    It polls the workers, even while they are busy. The silence of a worker that has never answered counts from the time
+    when Ray knows its process, because before that the process may not exist yet.
 
     Args:
-        platform: Where the workers run.
-        heartbeat_s: A worker that does not answer for so long is killed, but not before a library can have loaded.
+        platform: Runs the workers.
+        heartbeat_s: A worker that does not answer for this many seconds is killed, but not before it has had time to
+            import a framework.
 
     Attributes:
         lost: Workers that the last `poll` found dead or killed.
@@ -146,14 +147,14 @@ class StartupCheck:
         self._ask([worker])
 
     def remove(self, worker: RemoteWorker) -> None:
-        """Stop checking `worker`, because a group has it or it was killed."""
+        """Stop checking `worker`, because it has joined a group or was killed."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._infos.pop(worker, None)
             self._liveness.remove(worker)
 
     def poll(self) -> None:
-        """Read the answers, kill silent workers, and ask again if that is due. Call it regularly."""
+        """Read the answers, kill silent workers, and start a new round of polls if it is due. Call this regularly."""
         answers, silent = self._liveness.poll()
         self.lost = [worker for worker, found in answers if found.has_died]
         for worker, found in answers:
@@ -163,7 +164,7 @@ class StartupCheck:
             if worker in self._infos:
                 self._end(worker, self._infos[worker])
                 self.lost.append(worker)
-            elif (info := self._platform.find_process(worker)) is not None:  # it may have been made just now
+            elif (info := self._platform.find_process(worker)) is not None:  # the process may be new
                 self._infos[worker] = info
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
@@ -183,16 +184,16 @@ class StartupCheck:
 
 @dataclass
 class Replacements:
-    """The number of workers that may still replace others that died while a group started."""
+    """The number of replacements that may still be started for workers that die while a group starts."""
 
     num_left: int = 0
 
 
 class StandbyWorkers:
-    """Gets workers ready while a group runs or starts. Logs their errors and never raises them.
+    """Prepares workers while a group runs or starts. Logs their errors and never raises them.
 
     Attributes:
-        replacements: How many dead workers may still be replaced. Shared by all attempts to start a group.
+        replacements: How many replacements may still be started. Shared by all attempts to start a group.
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
@@ -209,13 +210,13 @@ class StandbyWorkers:
 
     @property
     def num_coming(self) -> int:
-        """Number of workers that are getting ready."""
+        """Number of workers that are starting."""
         self.look_after()
         return len(self._coming)
 
     @property
     def num_ready(self) -> int:
-        """Number of workers that could step in now, including those on loan."""
+        """Number of workers that could join now, including those on loan."""
         self.look_after()
         return len(self._ready) + len(self._loans)
 
@@ -225,12 +226,12 @@ class StandbyWorkers:
         return self.num_coming + self.num_ready
 
     def start_more(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
-        """Start up to `count` more workers if reserved slots are free for them. Return how many were started.
+        """Start up to `count` more workers in free reserved slots. Return how many were started.
 
         Args:
-            count: Number of workers wanted in addition to those that are starting or ready.
-            world_size: Size of the group for which they get ready.
-            avoid: Nodes that are probably lost, or going away.
+            count: Number of workers to start, in addition to those that are starting or ready.
+            world_size: Size of the group for which the workers prepare.
+            avoid: IDs of nodes that are probably lost or are going away. Standby workers on them are killed.
         """
         self.kill_on(avoid)
         self._world_size = world_size
@@ -245,7 +246,7 @@ class StandbyWorkers:
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
-        """Start workers in place of those that died while they started, as many as are still allowed."""
+        """Start replacements for workers that died while they started, as many as are still allowed."""
         if not self._is_cancelled:
             left = self.replacements
             left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
@@ -253,9 +254,9 @@ class StandbyWorkers:
     def take_ready(
         self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
     ) -> list[StandbyWorker]:
-        """Return up to `count` ready workers. Wait up to `timeout_s` for those that are getting ready.
+        """Remove up to `count` ready workers and return them. Wait up to `timeout_s` for starting workers.
 
-        `on_wait` is called regularly during the wait.
+        If too few are ready, workers on loan are recalled. `on_wait` is called regularly during the wait.
         """
         deadline = self._platform.now() + timeout_s
         self.kill_unresponsive()
@@ -272,9 +273,9 @@ class StandbyWorkers:
     def take_needed(
         self, count: int, most: int, on_wait: Callable[[], None] | None = None
     ) -> list[StandbyWorker] | None:
-        """Return `count` ready workers as soon as there are so many; None if there will not be.
+        """Wait until at least `count` workers are ready, then remove and return up to `most` ready workers.
 
-        Returns up to `most` if more are ready by then.
+        Return None if that many can never become ready.
         """
         taken = self.take_ready(max(0, count), math.inf, on_wait or self.look_after)
         if len(taken) >= count:
@@ -284,8 +285,8 @@ class StandbyWorkers:
         return None
 
     def lend(self) -> Loan | None:
-        """Lend a ready worker; return None if there is none. The group can still call it back."""
-        with self._polling:  # wait for other threads, because a dead worker counts as a spare until it is taken back
+        """Lend a ready worker. The group can still recall it. Return None if no worker is ready."""
+        with self._polling:  # wait for other threads: a dead worker on loan counts until it is removed
             self._see_to_all()
         if not self._ready:
             return None
@@ -295,7 +296,7 @@ class StandbyWorkers:
         return loan
 
     def _recall(self, count: int) -> None:
-        """Recall up to `count` workers on loan. One that does not leave its call in time stays on loan."""
+        """Recall up to `count` workers on loan. A worker whose call does not give up in time stays on loan."""
         loans = self._loans[: max(0, count)]
         for loan in loans:
             loan.recall()
@@ -305,7 +306,7 @@ class StandbyWorkers:
         self._take_back()
 
     def _take_back(self) -> None:
-        """Take back the workers whose call is over, and kill those that died in it."""
+        """End the loans whose call is over. Their workers are ready again, or killed if they died in the call."""
         for loan in [each for each in self._loans if each.is_over]:
             if not _take_out(self._loans, loan):
                 continue
@@ -320,11 +321,11 @@ class StandbyWorkers:
         return [*self._ready, *(loan.standby_worker for loan in self._loans)]
 
     def cancel(self) -> None:
-        """Stop all waits for standby workers. Called from another thread."""
+        """Abort all waits for standby workers. Called from another thread."""
         self._is_cancelled = True
 
     def kill_on(self, node_ids: frozenset[str]) -> None:
-        """Kill workers on nodes that are going away, including those that are still getting ready."""
+        """Kill standby workers on these nodes, including those that are still starting."""
         self._drop([each for each in self._idle if each.info.node_id in node_ids])
         for each in [*self._coming] if node_ids else ():
             if self._slots.node_of(each[0].slot) in node_ids and _take_out(self._coming, each):
@@ -338,11 +339,11 @@ class StandbyWorkers:
             self.kill(worker)
 
     def look_after(self) -> None:
-        """Check which workers are ready and which have frozen. Call it regularly while workers get ready.
+        """Check which workers are ready and which have died or frozen. Call this regularly while workers start.
 
         May be called from any thread, because programs may request a status at any time.
         """
-        if not self._polling.acquire(blocking=False):  # another thread is already doing it
+        if not self._polling.acquire(blocking=False):  # another thread is already checking
             return
         try:
             self._see_to_all()
@@ -373,7 +374,7 @@ class StandbyWorkers:
             self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
-        """Kill ready workers that do not answer any more. Between calls, nothing else checks them."""
+        """Poll the ready workers and kill those that do not answer. Between calls, nothing else checks them."""
         self.look_after()
         idle = self._idle
         if not idle:
@@ -395,14 +396,14 @@ class StandbyWorkers:
                 self.kill(each.worker)
 
     def kill(self, worker: RemoteWorker) -> None:
-        """Kill a worker, also one that was taken but is not needed."""
+        """Kill a worker and free its slot, even if the worker was taken and then not needed."""
         self._startup.remove(worker)
         worker.kill()
         self._slots.give_back(worker.slot)
 
 
 def _take_out(items: list[Any], item: Any) -> bool:
-    """Remove an item from a list. Return False if another thread has done so."""
+    """Remove an item from a list. Return False if another thread has already removed it."""
     try:
         items.remove(item)
     except ValueError:

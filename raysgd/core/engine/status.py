@@ -1,4 +1,4 @@
-"""The result of `trainer.status()`, which prints as text and shows as a card in a notebook."""
+"""The result of `trainer.status()`. It prints as plain text and displays as a card in notebooks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from raysgd.core.engine.snapshots import SnapshotPace, Snapshots
 from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_column_table
 from raysgd.core.text.log_lines import listed
 
-_STRAGGLES = 1.2  # own time of a straggler, relative to the median of the others
-_MOST_ALONE = 16  # more workers are shown in groups
+_STRAGGLES = 1.2  # a straggler's own time is at least this multiple of the other ranks' median
+_MOST_ALONE = 16  # with more workers, similar workers share a row
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class WorkerStatus:
     """The state of one worker.
 
     Attributes:
-        rank: Its rank.
+        rank: The worker's rank.
         node: Address of its node.
         pid: ID of its process.
-        heartbeat: Its last heartbeat; None if it did not answer.
+        heartbeat: The worker's last heartbeat. None if the worker did not answer.
     """
 
     rank: int
@@ -37,9 +37,9 @@ class WorkerStatus:
 
     @property
     def own_s(self) -> float | None:
-        """Seconds of the current or last training call that the worker spent on its own work rather than on waiting.
+        """Seconds that the worker spent on its own work, not on waiting, in the current or last training call.
 
-        None if that was not measured, or if the worker did not answer.
+        None if this was not measured or the worker did not answer.
         """
         return self.heartbeat.own_s if self.heartbeat is not None else None
 
@@ -49,11 +49,11 @@ class SnapshotStatus:
     """The snapshot that a restart would start from.
 
     Attributes:
-        age_s: Seconds since it reached the driver.
-        num_calls_since: Number of completed calls that would be repeated after it.
-        is_inside: True if it was taken inside a call.
-        replay_s: How long these calls took.
-        has_newer: True if a newer snapshot is on its way. Until it arrives, only workers have its state.
+        age_s: Seconds since the snapshot arrived in the driver.
+        num_calls_since: Number of completed calls that would be repeated after a restore.
+        is_inside: True if the snapshot was taken inside a call.
+        replay_s: How long the calls that would be repeated took.
+        has_newer: True if a newer snapshot is in transit. Until it arrives, only the workers have the newer state.
     """
 
     age_s: float
@@ -77,21 +77,21 @@ class TrainerStatus:
     Attributes:
         workers: The workers, in rank order.
         num_wanted: Number of workers that the trainer wants.
-        num_spares: Number of workers that wait to step in.
-        samples_per_s: Throughput of the current or last training call; None before the first.
-        straggler: The rank that the others wait for; None if no rank is clearly slower, or if that was not measured.
-        data: Samples used in the current epoch; None if the library does not divide the data.
-        failures: Effect of each failure on the work, oldest first: where survivors continued and what became of the
-            samples, what a restart started from, or what was left if neither was possible.
+        num_spares: Number of spare workers that are ready.
+        samples_per_s: Throughput of the current or last training call. None before the first training call.
+        straggler: The rank that the other ranks wait for. None if no rank is clearly slower, or if not measured.
+        data: Samples used in the current epoch. None if the library does not shard the data.
+        failures: Effect of each failure on the work, oldest first: where survivors continued and what happened to the
+            samples, what a restart started from, or what remained if neither was possible.
         num_failures: Number of failures from which the trainer recovered.
-        num_continued: How often survivors continued in place.
-        num_restored: How often all workers restarted.
-        num_resizes: How often the number of workers changed.
-        events: The history of the workers.
-        snapshot: The last snapshot; None if there is none yet.
-        snapshot_pace: How often snapshots are taken, in words.
-        ledger: What the time of the ranks was spent on; None if not measured.
-        global_batch: Size of a step in words, if it depends on the number of workers; otherwise empty.
+        num_continued: Number of failures after which survivors continued in place.
+        num_restored: Number of failures after which all workers restarted.
+        num_resizes: Number of times that the number of workers changed.
+        events: The history of the worker groups, oldest first.
+        snapshot: The last snapshot. None if no snapshot has arrived yet.
+        snapshot_pace: A description of how often snapshots are taken.
+        ledger: What the ranks' time was spent on. None if not measured.
+        global_batch: A description of the global batch, if its size depends on the number of workers. Otherwise empty.
         has_session_ended: True if the workers ended with their Ray session.
     """
 
@@ -115,7 +115,7 @@ class TrainerStatus:
 
     @property
     def state(self) -> str:
-        """One word: "running" during a call, "idle" between calls, "ended" after the end of the Ray session."""
+        """The trainer's state: "running" during a call, "idle" between calls, "ended" after its Ray session."""
         phases = {each.heartbeat.phase for each in self.workers if each.heartbeat is not None}
         return "ended" if self.has_session_ended else "running" if phases - {"idle", "between calls"} else "idle"
 
@@ -125,14 +125,14 @@ class TrainerStatus:
         return "\n".join([*named_lines(self._rows()), *(fitted(line, indent=4) for line in lines)])
 
     def __repr__(self) -> str:
-        """Return the text, because a Python prompt shows the `repr`, and all fields would take pages."""
+        """Return `str(self)`, because Python prompts show the `repr`, and all fields would fill pages."""
         return str(self)
 
     def _repr_html_(self) -> str:
         return self.as_card("Trainer")
 
     def as_card(self, title: str) -> str:
-        """Return the card as HTML, with a title."""
+        """Return the status as an HTML card with a title."""
         workers = grid(
             ("rank", "node", "process", "doing", "own time"), self._worker_rows(), "raysgd-grid raysgd-words"
         )
@@ -168,7 +168,7 @@ class TrainerStatus:
         return [_row(workers) for workers in self._shown_together()]
 
     def _shown_together(self) -> list[list[WorkerStatus]]:
-        """Group workers that do the same thing, except the straggler. A few workers are not grouped."""
+        """Group workers in the same phase and epoch, but keep the straggler separate. Do not group a few workers."""
         if len(self.workers) <= _MOST_ALONE:
             return [[worker] for worker in self.workers]
         alike: dict[Any, list[WorkerStatus]] = {}
@@ -179,7 +179,11 @@ class TrainerStatus:
 
 
 def find_straggler(own_s: Sequence[float | None]) -> int | None:
-    """Return the rank whose own work takes clearly longest, so that the others wait for it; None if there is none."""
+    """Return the rank whose own work takes clearly longer than that of the other ranks. None if no rank's does.
+
+    Args:
+        own_s: Each rank's `own_s`, by rank. If any is None, the result is None.
+    """
     known = [seconds for seconds in own_s if seconds is not None]
     if len(known) < len(own_s) or len(known) < 2:
         return None
@@ -200,7 +204,7 @@ def compose(
     pace: SnapshotPace | None = None,
     has_session_ended: bool = False,
 ) -> TrainerStatus:
-    """Combine what the parts of a trainer know into its status."""
+    """Build a trainer's status from the data of the engine's parts."""
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
     ledgers = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
     return TrainerStatus(
@@ -209,7 +213,7 @@ def compose(
         num_spares=num_spares,
         samples_per_s=samples_per_s,
         straggler=find_straggler([worker.own_s for worker in workers]),
-        data=ledgers[0] if ledgers else None,  # the ledgers of all ranks are equal, up to a step
+        data=ledgers[0] if ledgers else None,  # all ranks have the same ledger, up to one step
         failures=tuple(event.detail for event in history.events if event.is_failure and event.detail),
         num_failures=history.num_failures,
         num_continued=history.count("continued"),
@@ -230,7 +234,7 @@ def _snapshot_status(snapshots: Snapshots) -> SnapshotStatus | None:
 
 
 def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
-    """Return a table row for workers that do the same thing: ranks, nodes, processes, activity, own time."""
+    """Return a table row for a group of workers: ranks, nodes, processes, activity and own time."""
     nodes = list(dict.fromkeys(worker.node for worker in workers))
     own_s = sorted(worker.own_s for worker in workers if worker.own_s is not None)
     return (
@@ -243,7 +247,7 @@ def _row(workers: Sequence[WorkerStatus]) -> tuple[str, ...]:
 
 
 def _doing(heartbeats: Sequence[Heartbeat]) -> str:
-    """Return the activity of workers that are in the same phase of the same epoch."""
+    """Describe the activity of workers that are in the same phase of the same epoch."""
     if not heartbeats:
         return "no answer"
     steps = sorted(heartbeat.step for heartbeat in heartbeats if heartbeat.step >= 0)
@@ -252,7 +256,7 @@ def _doing(heartbeats: Sequence[Heartbeat]) -> str:
 
 
 def _span(numbers: Sequence[str]) -> str:
-    """Return the first and last of sorted numbers; one number if they look the same."""
+    """Return the first and last of sorted numbers as a range, or one number if they are equal."""
     return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
 
 

@@ -1,6 +1,6 @@
 """Transfers of values between the driver and the workers.
 
-ADR 131 explains why sending has its own thread.
+ADR 131 explains why workers send values from a separate thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from raysgd.exceptions import WorkersLostError
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value on its way from a worker to the driver.
+    """A value in transit from a worker to the driver.
 
     Attributes:
-        result: Returns the value. Its argument is the number of seconds to wait, or None for no limit. Raises
-            `TimeoutError` if the value is still on its way, any other error if it is lost.
-        reference: Ray's reference to the value, if it comes through the object store. Keep it to keep the value in the
-            store of the driver's node.
+        result: Returns the value. The argument is the number of seconds to wait, or None for no limit. Raises
+            `TimeoutError` if the value is still in transit, and any other error if it is lost.
+        reference: Ray's reference to the value, if it is sent through the object store. While the reference exists, the
+            value stays in the store of the driver's node.
     """
 
     result: Callable[[float | None], Any]
@@ -32,11 +32,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SharedValue:
-    """A value for all ranks.
+    """A value that all ranks read.
 
     Attributes:
-        value: The value. If there are remote ranks, it is the one in the object store of the driver's node.
-        reference: Ray's reference to it.
+        value: The value. If it is stored, this is the copy in the object store of the driver's node.
+        reference: Ray's reference to the value. None if it is not stored.
     """
 
     value: Any
@@ -44,7 +44,7 @@ class SharedValue:
 
 
 def store(value: Any) -> SharedValue:
-    """Put a value into Ray's object store, once for all ranks of any group."""
+    """Put a value into Ray's object store, where the ranks of any group can read it."""
     import ray
 
     reference = ray.put(value)
@@ -52,7 +52,7 @@ def store(value: Any) -> SharedValue:
 
 
 def transfer(call: Any) -> Transfer:
-    """Return the transfer of a call's result."""
+    """Return the transfer of a call's result. A local call runs at once."""
     if isinstance(call, LocalCall):
         value = call.function()
         return Transfer(lambda timeout_s: value)
@@ -73,11 +73,11 @@ def transfer(call: Any) -> Transfer:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of a divided value, in the object store of a node.
+    """A copy of a shard in the object store of a node.
 
     Attributes:
-        node_id: The node.
-        reference: Ray's reference to the part.
+        node_id: ID of the node.
+        reference: Ray's reference to the copy.
     """
 
     node_id: str
@@ -86,13 +86,15 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class DividedValue:
-    """A value that is divided over the ranks: one part for each rank.
+    """A value that is sharded over the ranks, one shard per rank.
 
-    The driver keeps the parts without reading them. Other processes get references, and read the parts that they need.
+    The driver holds the shards without reading them. When it sends them to other processes, these get references and
+    read only the shards that they need.
 
     Attributes:
-        values: The parts that are in this process; None for the others.
-        places: For each part in the object store, its one or two places, in the order in which to try them.
+        values: The shards that are in this process, by rank. None for the other shards.
+        places: The one or two stored copies of each shard, by rank, in the order in which to try them. Empty for a
+            shard that is not stored.
     """
 
     values: tuple[Any, ...]
@@ -106,10 +108,10 @@ class DividedValue:
         return len(self.places)
 
     def __getitem__(self, index: int) -> Any:
-        """Return the part of a rank.
+        """Return a rank's shard.
 
         Raises:
-            LostPartError: The part was lost.
+            LostPartError: All copies of the shard were lost.
         """
         import ray
 
@@ -123,12 +125,15 @@ class DividedValue:
         raise LostPartError(f"The last snapshot is lost: no node is left that has what rank {index} had of it.")
 
     def best_on(self, nodes: Collection[str]) -> DividedValue:
-        """Return the same parts, read from these nodes if possible, because other nodes may be lost."""
+        """Return the same value with copies on `nodes` first, because other nodes may be lost.
+
+        If a shard in this process has no copy on these nodes or this node, store it on this node.
+        """
         home, values, places = node_here()[0], list[Any](), list[tuple[StoredPart, ...]]()
         for value, places_of_part in zip(self.values, self.places, strict=True):
             best = tuple(sorted(places_of_part, key=lambda place: place.node_id not in nodes))
             if value is not None and best and not any(place.node_id in (*nodes, home) for place in best):
-                stored = store(value)  # otherwise readers ask the lost node first, and wait until Ray notices: ADR 92
+                stored = store(value)  # else readers wait for the lost node until Ray notices: see ADR 92
                 value, best = stored.value, (StoredPart(home, stored.reference),)
             values.append(value)
             places.append(best)
@@ -136,19 +141,19 @@ class DividedValue:
 
 
 class LostPartError(WorkersLostError):
-    """A part of a snapshot was lost together with its copy."""
+    """All copies of a snapshot's shard were lost."""
 
 
 def together(
     transfers: Sequence[Transfer], nodes: Sequence[str], relays: Mapping[int, tuple[Transfer, StoredPart]]
 ) -> Transfer:
-    """Return one transfer of all parts as a `DividedValue`. Parts go to the driver's node or to partner ranks.
+    """Combine the transfers of all shards into the transfer of one `DividedValue`.
 
     Args:
-        transfers: The part of each rank.
-        nodes: The node of each rank.
-        relays: By rank, for parts that a partner keeps: a transfer that is done once the copy exists, and the copy's
-            place. These parts do not come to the driver's node.
+        transfers: The transfer of each rank's shard, by rank.
+        nodes: ID of each rank's node, by rank.
+        relays: By rank, for shards that are copied to a partner rank instead of the driver: a transfer that is done
+            once the copy exists, and the copy.
     """
 
     def places(rank: int) -> tuple[StoredPart, ...]:

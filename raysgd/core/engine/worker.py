@@ -1,4 +1,4 @@
-"""Workers: the code that runs in a worker's process, and the driver's handles on local and remote ones."""
+"""Workers: the code that runs in a worker's process, and the driver's handles to local and remote workers."""
 
 from __future__ import annotations
 
@@ -46,25 +46,31 @@ logger = logging.getLogger(__name__)
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-_RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # what Ray makes `breakpoint()` call
+_RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # what Ray sets PYTHONBREAKPOINT to
 _FOLDER = "/dev/fd"
-_RAYLET = "/raylet"  # the path of the raylet's socket ends with it
+_RAYLET = "/raylet"  # end of the path of the raylet's socket
 
 
 class WorkerFailed(Exception):
-    """Carries a worker's failure to the driver. It is raised so that Ray returns to the driver at once."""
+    """Carries a worker's failure to the driver. Raising it makes Ray report the failure at once."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
         self.failure = failure
 
-    def __str__(self) -> str:  # short, because Ray repeats it in the text of its own exception
+    def __str__(self) -> str:  # short, because Ray repeats it in the message of its own exception
         return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
 
 
 @dataclass(frozen=True)
 class WorkerAnswer:
-    """The value of a call, this rank's part of a snapshot if requested, and the worker's log lines (`notes`)."""
+    """A worker's answer to a call.
+
+    Attributes:
+        value: What the call returned.
+        capture: This rank's part of a snapshot, if one was requested.
+        notes: Lines that the worker logged since its last answer.
+    """
 
     value: Any
     capture: Capture | None = None
@@ -72,7 +78,7 @@ class WorkerAnswer:
 
 
 def with_rank(found: Outcome) -> Outcome:
-    """Return the outcome with its rank filled in if the worker did not know its rank yet."""
+    """Return the outcome. If the worker did not know its rank yet, fill the rank in."""
     failure = found.failure
     if failure is None or failure.fault.rank >= 0:
         return found
@@ -87,10 +93,10 @@ def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
 
 
 def packed_bytes(what: str, value: Any) -> bytes:
-    """Return `value` pickled for a worker.
+    """Pickle `value` for a worker.
 
     Raises:
-        UnpicklableError: It cannot be pickled. The message begins with `what`.
+        UnpicklableError: `value` cannot be pickled. The message starts with `what`.
     """
     from ray import cloudpickle
 
@@ -112,12 +118,14 @@ def packed_bytes(what: str, value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class SentData:
-    """Data of a call on its way to a detached trainer. There each call gets its own copy, with the same `identity`.
+    """Data that a program passes to a detached trainer. It is unpickled as the plain data.
+
+    Each call unpickles a new copy. The copies of the same data have the same `identity`.
 
     Attributes:
         argument: Name of the argument.
-        data: The data in the program.
-        token: Identifies the data in the process of the detached trainer.
+        data: The data.
+        token: Identifies the data in the detached trainer's process.
     """
 
     argument: str
@@ -128,7 +136,7 @@ class SentData:
         return _received, (self.argument, self.data, self.token)
 
 
-_RECEIVED: dict[str, tuple[Any, str]] = {}  # by argument: the data that came last, and its token
+_RECEIVED: dict[str, tuple[Any, str]] = {}  # by argument: the data received last, and its token
 
 
 def _received(argument: str, data: Any, token: str) -> Any:
@@ -137,12 +145,12 @@ def _received(argument: str, data: Any, token: str) -> Any:
 
 
 def identity(data: Any) -> Any:
-    """Return an object that is the same for all calls with the same data: the data, or the token of a copy."""
+    """Return an object that is the same for all calls with the same data: the data itself, or a copy's token."""
     return next((token for received, token in _RECEIVED.values() if received is data), data)
 
 
 def is_sendable(value: Any) -> bool:
-    """Return True if a value can be sent to a worker."""
+    """Return True if `value` can be pickled for a worker."""
     try:
         packed_bytes("it", value)
     except UnpicklableError:
@@ -157,9 +165,10 @@ def pack(
     args: Sequence[Any],
     number: CallNumber | None = None,
 ) -> tuple[Any, ...]:
-    """Return a call as arguments of `WorkerProcess.on_packed`. It is pickled once for any number of workers.
+    """Return a call as arguments of `WorkerProcess.on_packed`. The call is pickled once for any number of workers.
 
-    Object references are not pickled with it; only their positions are. Ray itself passes their objects to the worker.
+    Object references are left out of the pickled bytes, except for their positions. They become separate arguments, so
+    that Ray passes the objects to the worker.
     """
     from ray import ObjectRef
 
@@ -170,7 +179,7 @@ def pack(
 
 
 def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
-    """Return the answer to a call. If the call is over, add a copy of the state if requested."""
+    """Return the answer to a call. If `capture` is set and the call did not stop at a step, copy the state into it."""
     part = None
     if capture and not isinstance(value, HeldAtStep):
         began = time.perf_counter()
@@ -180,14 +189,14 @@ def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | Non
 
 
 def _guarded(method: MethodT) -> MethodT:
-    """Decorate a method of `WorkerProcess`: its exceptions become failures of the call."""
+    """Decorate a method of `WorkerProcess` so that its exceptions become failures of the call."""
 
     @wraps(method)
     def guarded(self: WorkerProcess, *args: Any, **kwargs: Any) -> Any:
         self._busy_thread = threading.get_ident()
         try:
             return method(self, *args, **kwargs)
-        except BaseException as error:  # user code runs here, and whatever it raises is the answer
+        except BaseException as error:  # user code may raise anything, which becomes the call's failure
             if not self._is_from_call(error):
                 raise
             failure = self._failure(error)
@@ -197,12 +206,12 @@ def _guarded(method: MethodT) -> MethodT:
 
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Replace `breakpoint()` in a worker, where Ray would wait forever for a debugger."""
+    """Raise `BdbQuit`. Replaces `breakpoint()` in workers, where Ray would wait forever for a debugger."""
     raise BdbQuit
 
 
 class WorkerProcess:
-    """Hosts one replica, in a Ray actor, or in the driver for a local worker."""
+    """Hosts one replica, in a Ray actor or, for a local worker, in the driver."""
 
     def __init__(
         self, connection: Connection, num_threads: int | None, is_remote: bool = True, log_level: int | None = None
@@ -221,12 +230,12 @@ class WorkerProcess:
         self._reply: WorkerAnswer | Failure | None = None
 
     def describe(self) -> WorkerInfo:
-        """Return where this worker runs. Answered while a call runs, so it is also a sign of life."""
+        """Return where this worker runs. It is answered even during a call, so it also serves as a sign of life."""
         return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
 
     @_guarded
     def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
-        """Run the user's hook, then load the framework. Return where this worker runs."""
+        """Run the user's initialization hook, then import the framework. Return where this worker runs."""
         return self._prepare(initialization_hook)
 
     def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
@@ -244,14 +253,14 @@ class WorkerProcess:
 
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Leave the current group, if any, and listen for the ranks of the next one. Return the port."""
-        if self._replica is not None or self._world.size:  # a standby worker, or one that failed to join
+        """Leave the current group, if any, and listen for the ranks of the next group. Return the port."""
+        if self._replica is not None or self._world.size:  # a standby worker, or one whose join failed
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
 
     @_guarded
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
-        """Join the group and build the replica, in place of a previous one."""
+        """Join the group and build the replica, replacing a previous replica."""
         self._world = world
         if self._replica is not None:
             self._end_replica()
@@ -264,9 +273,9 @@ class WorkerProcess:
     def prepare_standby(
         self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
     ) -> WorkerAnswer:
-        """Get ready to step in: do all that a rank does before it joins, in a group of its own.
+        """Prepare a standby worker: import the framework, then build and warm up the replica in a group of size 1.
 
-        Without `make_replica`, the replica is built only after the worker has joined a group.
+        Without `make_replica`, the replica is built only once the worker has joined a group.
 
         Returns:
             Where this worker runs.
@@ -284,10 +293,10 @@ class WorkerProcess:
 
     @_guarded
     def leave_group(self, host: str) -> tuple[ReplicaProgress, int | None]:
-        """Leave the group, even if it is broken, and listen at `host` for the ranks of the next one.
+        """Leave the group, even if it is broken, and listen at `host` for the ranks of the next group.
 
         Returns:
-            The replica's progress and the port; None for the port if the worker has to know its rank to listen.
+            The replica's progress and the port. The port is None if the worker must know its next rank to listen.
         """
         connection, replica = self._connection, self.replica
         connection.leave_for_another()
@@ -296,7 +305,7 @@ class WorkerProcess:
 
     @_guarded
     def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
-        """Join a new group and continue in it. Return the replica's facts."""
+        """Join a new group and continue there. Return the replica's facts."""
         self._world = world
         self._connection.join(rendezvous, world, even_alone=True)
         replica: Any = self.replica
@@ -304,28 +313,28 @@ class WorkerProcess:
 
     @_guarded
     def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
-        """Run `function(replica, *args)`. If `capture` is set, copy the state right after it."""
+        """Run `function(replica, *args)`. If `capture` is set, copy the state right after the call."""
         return _answer(self, function(self.replica, *args), capture, landed)
 
     def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
-        """Run a call that `pack` made. `values` are the objects that it left out.
+        """Run a call that `pack` pickled. `values` are the objects that `pack` left out.
 
-        A call whose number this worker has already seen is not run again; a process that has died sent it before.
+        If this worker has already run a call with the same number, sent by a process that died, return that reply.
         """
         return self._told(_reply_of(self, packed, values))
 
     def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
-        """Run a call and answer it over a line. Then run the calls that arrive over the line, until it ends.
+        """Run a call and answer it over a line. Then run the calls that arrive over the line, until the line ends.
 
         Returns:
-            The last answer if it cannot be sent over the line.
+            None, or the last answer if it could not be sent over the line.
         """
         line = LineEnd(name)
         try:
             message: bytes | None = packed
             while message is not None:
                 reply = _reply_of(self, message)
-                self._busy_thread = _NO_THREAD  # before the driver gets the answer and asks what is running
+                self._busy_thread = _NO_THREAD  # set before the driver gets the answer and requests a stack
                 if isinstance(reply, Failure) or not line.answer(reply):
                     return self._told(reply)
                 message = line.next()
@@ -337,15 +346,15 @@ class WorkerProcess:
         return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
 
     def last_call(self) -> CallNumber | None:
-        """Return the number of the last call that had one, running or ended. Called from another thread."""
+        """Return the number of the last numbered call, running or ended. Called from another thread."""
         return self._number
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` between calls. The caller gets its value or exception unchanged."""
+        """Run `function(*args, **kwargs)` between calls. Its value or exception reaches the caller unchanged."""
         return function(*args, **kwargs)
 
     def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(replica, *args, **kwargs)` between calls. The caller gets its value or exception unchanged."""
+        """Like `execute`, but run `function(replica, *args, **kwargs)`."""
         return function(self.replica, *args, **kwargs)
 
     def beside(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -354,13 +363,13 @@ class WorkerProcess:
         return None if replica is None else function(replica, *args)
 
     def send(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(replica, *args)` in a third thread. For slow answers, so that no heartbeat waits for them."""
+        """Run `function(replica, *args)` in a third thread, so that a slow answer does not delay heartbeats."""
         return self.beside(function, *args)
 
     def relay(self, references: Sequence[Any]) -> tuple[None, Any]:
-        """Fetch the result of another worker into the object store of this node, where it outlives that worker.
+        """Copy another worker's result into the object store of this node, where it survives the loss of that worker.
 
-        The driver waits only for the first return value, so the object is not sent to the driver.
+        The driver waits only for the first return value, so the result is not sent to the driver.
         """
         import ray
 
@@ -368,11 +377,11 @@ class WorkerProcess:
         return None, value
 
     def interrupt(self) -> None:
-        """End all waits for other ranks. Called from another thread."""
+        """Interrupt collectives that wait for other ranks. Called from another thread."""
         self._connection.interrupt()
 
     def stack(self) -> str:
-        """Return the stack of the thread that runs the calls, from the replica inwards. Called from another thread."""
+        """Return the stack of the thread that runs calls, without the engine's frames. Called from another thread."""
         frame = sys._current_frames().get(self._busy_thread or 0)
         if frame is None:
             return "  no call was made yet\n" if self._busy_thread is None else "  no call is running\n"
@@ -381,7 +390,7 @@ class WorkerProcess:
         return "".join(traceback.format_list(frames[num_ours:] or frames))
 
     def close(self) -> None:
-        """Shut down the replica and leave the group. Errors of a broken group do not matter any more."""
+        """Shut down the replica and leave the group."""
         try:
             self._end_replica()
         finally:
@@ -394,33 +403,36 @@ class WorkerProcess:
 
     @property
     def replica(self) -> Replica:
-        """The replica. There has to be one."""
+        """The replica. There must be one."""
         assert self._replica is not None, "the worker has no replica yet"
         return self._replica
 
     def _failure(self, error: BaseException) -> Failure:
-        # A worker without others has no group to lose. A connection error is then one of the user's code.
+        # A worker alone in its group cannot lose a connection to it, so the error comes from user code.
         has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
         kind: FailureKind = "disconnected" if has_lost_group else "user"
-        is_brief = kind == "disconnected"  # all survivors fail like this at the same time
+        is_brief = kind == "disconnected"  # all survivors fail this way at the same time
         fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
         joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
         failure = Failure(kind, fault, log_lines.drain(), joint_work_of(error))
         if kind == "disconnected":
-            self._connection.give_up(error)  # otherwise ranks that wait for this one would not notice
+            self._connection.give_up(error)  # otherwise ranks that wait for this rank would not notice
         return failure
 
     def _fail(self, failure: Failure) -> Any:
-        """End a call with a failure."""
+        """Raise the failure of a call."""
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
-        """Return True if the call raised the error. In the driver, `KeyboardInterrupt` comes from Ctrl-C instead."""
+        """Return True if the call itself raised the error. In the driver, `KeyboardInterrupt` means Ctrl-C instead."""
         return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
 
 
 def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
-    """Run a call. Not a method, because users see these frames, and Ray adds one around each method of an actor."""
+    """Run a packed call and return its reply.
+
+    This is a function because users see the frames, and Ray adds a frame around each method of an actor.
+    """
     process._busy_thread = threading.get_ident()
     number = None
     try:
@@ -435,7 +447,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
             reply: Any = _answer(process, function(process.replica, *args), capture, landed)
         else:
             reply = process._reply
-    except BaseException as error:  # user code runs here, and whatever it raises is the answer
+    except BaseException as error:  # user code may raise anything, which becomes the call's failure
         if not process._is_from_call(error):
             raise
         reply = process._failure(error)
@@ -445,7 +457,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
 
 
 def cannot_import(module: str | None) -> ModuleNotFoundError:
-    """Return the error for an object whose module the worker's process cannot import."""
+    """Return the error for an object whose module the worker process cannot import."""
     message = (
         f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
         "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
@@ -456,12 +468,12 @@ def cannot_import(module: str | None) -> ModuleNotFoundError:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call that the driver will run itself, for the rank that is there."""
+    """A call of the local rank. The driver runs it itself when the results are gathered."""
 
     function: Callable[[], Any]
 
     def run(self, rank: int) -> Outcome:
-        """Run the call. The exception of a failure keeps its live traceback, which a debugger can use."""
+        """Run the call. A failure keeps the exception's live traceback for debuggers."""
         try:
             return Outcome(rank, self.function())
         except WorkerFailed as carrier:
@@ -469,33 +481,36 @@ class LocalCall:
 
 
 class LocalWorker:
-    """The driver's handle on the worker in its own process: `use_local=True`.
+    """The driver's handle to the worker in the driver process (`use_local=True`).
 
-    It has the methods of a remote worker, but a call runs only when its result is gathered, in the driver's own thread.
-    A debugger can therefore stop in it.
+    It has the methods of a remote worker, but a call runs only when its result is gathered, in the driver's thread. A
+    debugger can therefore stop in the call.
     """
 
     is_local = True
 
     def __init__(self, connection: Connection) -> None:
-        # Leave the number of threads of the driver to the user.
+        # The user decides the driver's number of threads.
         self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
 
     def submit(self, method: str, *args: Any) -> LocalCall:
-        """Return the call. Nothing runs yet."""
+        """Return the call without running it."""
         return LocalCall(partial(getattr(self._process, method), *args))
 
     def interrupt(self) -> None:
-        """Free a worker that waits for others to join. Called from another thread."""
+        """Interrupt collectives that wait for other ranks. Called from another thread."""
         self._process.interrupt()
 
     @property
     def replica(self) -> Any:
-        """The live replica."""
+        """The worker's replica."""
         return self._process.replica
 
     def kill(self) -> None:
-        """Close the worker; its process, the driver, lives on. Only log errors, because other workers must end too."""
+        """Close the replica. The process is the driver, so it stays alive.
+
+        Errors are only logged, because the other workers must be stopped, too.
+        """
         try:
             self._process.close()
         except Exception as error:  # user code may raise anything
@@ -503,7 +518,7 @@ class LocalWorker:
 
 
 class RemoteWorker:
-    """The driver's handle on a worker that is a Ray actor."""
+    """The driver's handle to a worker that is a Ray actor."""
 
     is_local = False
 
@@ -519,13 +534,13 @@ class RemoteWorker:
         self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a call and return Ray's reference to its result."""
+        """Start a call of a method. Return Ray's reference to the result."""
         if method not in _BESIDE:
             self._hang_up()
         return getattr(self.actor, method).remote(*args, **kwargs)
 
     def ask(self, packed: bytes, *values: Any) -> Any:
-        """Run a packed call, like `submit("on_packed", ...)`, over a line if possible."""
+        """Start a packed call, over a line if possible. Otherwise like `submit("on_packed", ...)`."""
         before = self._call
         self._can_attend = self._can_attend and (before is None or before.was_heard)
         if values or len(packed) > LARGEST or not self._can_attend:
@@ -547,24 +562,24 @@ class RemoteWorker:
             self._call = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the line, which no other process can use."""
+        """Return the attributes without the line, which works only in this process."""
         return {**vars(self), "_call": None}
 
     def kill(self) -> None:
         import ray
 
-        if self._call is not None and self._call.is_answered:  # if unanswered, another thread may be waiting for it
+        if self._call is not None and self._call.is_answered:  # otherwise another thread may wait for it
             self._hang_up()
         if session() == self._session:
             ray.kill(self.actor, no_restart=True)
 
 
 class _HostedProcess(WorkerProcess):
-    """A worker process in an actor. It sees no GPU if Ray gave it none, whatever its node has."""
+    """A worker process in an actor. If Ray assigned no GPU to it, it sees none of the node's GPUs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Collecting garbage takes a sixth of the time to import the framework. A standby worker may import it while Ray
-        # unpickles the arguments of `prepare_standby`, so collection stays off until `_prepare`.
+        # Garbage collection takes a sixth of the time of importing the framework. A standby worker may import it while
+        # Ray unpickles the arguments of `prepare_standby`, so collection stays off until `_prepare`.
         gc.disable()
         if not _gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -572,15 +587,18 @@ class _HostedProcess(WorkerProcess):
         super().__init__(*args, **kwargs)
 
     def _fail(self, failure: Failure) -> Any:
-        """Return a lost connection, do not raise it: all survivors report it at once, and values are faster in Ray."""
+        """Raise the failure, but return it if a connection was lost.
+
+        All survivors report a lost connection at the same time, and Ray transfers values faster than exceptions.
+        """
         return failure if failure.kind == "disconnected" else super()._fail(failure)
 
 
 def let_go_of_ray() -> None:
-    """Let processes that this one forks close the connection to Ray, which they do not need.
+    """Make processes that this process forks close their copy of the connection to Ray.
 
-    Ray notices that a worker was killed when its connection to the worker ends. A forked process would keep it open,
-    and the loss would be noticed only after `heartbeat_s`.
+    Ray notices that a worker was killed when its connection to the worker closes. A forked process would hold the
+    connection open, and the loss would be noticed only after `heartbeat_s`.
     """
     numbers = [number for number in map(int, os.listdir(_FOLDER)) if _leads_to_ray(number)]
     os.register_at_fork(after_in_child=lambda: _drop(numbers))
@@ -595,11 +613,11 @@ def _leads_to_ray(number: int) -> bool:
 def _drop(numbers: Sequence[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in numbers:
-        os.dup2(nowhere, number, inheritable=False)  # keep the number in use, because Ray's code still refers to it
+        os.dup2(nowhere, number, inheritable=False)  # Ray's code still refers to the number, so it must stay in use
     os.close(nowhere)
 
 
-# Each group is one thread. The group "signs" never does slow work: a worker that does not answer there is killed.
+# Each concurrency group is one thread. "signs" must never do slow work: a worker that is silent there is killed.
 _GROUPS = {
     "beside": ("beside", "stack"),
     "signs": ("describe", "interrupt", "last_call"),
@@ -611,7 +629,7 @@ _BESIDE = {name for names in _GROUPS.values() for name in names}
 
 
 def _actor_class() -> Any:
-    """Return the actor class. It is made on first use, to import Ray as late as possible."""
+    """Return the actor class. It is created on first use, so that Ray is imported as late as possible."""
     global _ACTOR_CLASS
     if _ACTOR_CLASS is None:
         import ray
@@ -629,7 +647,7 @@ def _actor_class() -> Any:
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """Return a copy of a method of `WorkerProcess`, which Ray may mark as its own."""
+    """Return a function that calls a method of `WorkerProcess`. Ray sets attributes on it instead of on the method."""
 
     def method(self: WorkerProcess, *args: Any) -> Any:
         return getattr(WorkerProcess, name)(self, *args)
@@ -641,7 +659,7 @@ _ACTOR_CLASS: Any = None
 
 
 def node_here() -> tuple[str, str]:
-    """Return the node ID and address of this process; without Ray, the host name and the loopback address."""
+    """Return this process's node ID and address, or without Ray, the host name and the loopback address."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         context = ray.get_runtime_context()

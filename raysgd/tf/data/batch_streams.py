@@ -148,11 +148,11 @@ class TFDividedSource:
         return self._passes.go_to(index)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """See `raysgd.trainer.worker.data.feed.Feed`."""
+        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
         return {"seed": self._seed}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """See `raysgd.trainer.worker.data.feed.Feed`."""
+        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
         is_mid_pass = position["is_mid_pass"]
         num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
         is_same_order = position["seed"] == self._seed or not self._passes.is_shuffled

@@ -35,7 +35,7 @@ from raysgd.trainer.worker.data import feed
 logger = logging.getLogger(__name__)
 
 
-class TFFeed(feed.Feed):
+class TFFeed(feed.DataFeed):
     """Makes the streams over datasets.
 
     Args:

@@ -1,4 +1,4 @@
-"""`TFHosted`: an operator with its data, its loop, its state, and its place in a group."""
+"""`TFHostedOperator`: an operator with its data, its loop, its state, and its place in a group."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LEGACY_KERAS = (
 )
 
 
-class TFHosted(hosted.Hosted):
+class TFHostedOperator(hosted.HostedOperator):
     """A TensorFlow operator, with its data, loop and state."""
 
     settings: TFSettings
@@ -145,7 +145,7 @@ class TFHosted(hosted.Hosted):
     def epoch_obstacle(self) -> str | None:
         return super().epoch_obstacle or self.group_obstacle
 
-    def edited_by(self, candidate: TFHosted) -> learning_rates.Rates:
+    def edited_by(self, candidate: TFHostedOperator) -> learning_rates.Rates:
         mine, other = self.operator, candidate.operator
         chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)
         present = learning_rates.read(mine._optimizers)  # in tf_keras the rates are not part of the state

@@ -153,8 +153,8 @@ class TFInternals(Internals):
         with merged(self.context.synchronizer.group, metrics):
             return {f"{prefix}{metric.name}": float(metric.result()) for metric in metrics}
 
-    def parted(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
-        values, weight = super().parted(metrics, method)
+    def values_and_weight(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
+        values, weight = super().values_and_weight(metrics, method)
         return {name: _number(value) for name, value in values.items()}, weight
 
 

@@ -1,1 +1,1 @@
-"""Checkpoint files of PyTorch: written whole, read strictly."""
+"""Checkpoint files of PyTorch, which are written atomically and read strictly."""

@@ -1,22 +1,25 @@
-"""The checkpoint file: written whole or not at all, and read only if it is what was written.
+"""The checkpoint file, which is written atomically and verified when it is read.
 
-The file is an ordinary `torch.save` archive of plain values, so a plain `torch.load(path)` reads it, even on a machine
-without raysgd; `plain_state` says what is plain. Two things are added. The state has the version of its format under
-`raysgd_format`. And the comment at the end of the archive, which torch and zip tools skip, holds a checksum of all
-bytes before it, because torch itself loads a file with flipped bits without complaint. The comment is
-`raysgd:1:xxh128:` and 32 hexadecimal digits: the XXH128 of the bytes before it, with zeros for the last two, which hold
-the comment's length.
-Other tools can verify it, see docs/checkpoints.md; docs/adr/0061-xxh128-for-checkpoint-files.md says why this checksum.
+The file is an ordinary `torch.save` archive of plain values, so `torch.load(path)` can read it even on a machine
+without raysgd. `plain_state` defines which values are plain. Two things are added:
 
-A write goes to a temporary file beside the target, which takes the target's name only when all of it is on disk. If the
-process is killed in the middle, the earlier checkpoint stays intact, and a file `.raysgd-*.tmp` is left. The next write
-into the folder deletes it.
+- The key `raysgd_format` of the state contains the version of the file format.
+- The comment at the end of the archive, which torch and zip tools skip, contains a checksum, because torch itself loads
+  a file with flipped bits without an error. The comment is `raysgd:1:xxh128:` and 32 hexadecimal digits. They are the
+  XXH128 of all bytes before the comment, with zeros for the last two bytes, which hold the comment's length.
 
-The checksum is compared before torch sees the file; 200 MiB take about 10 ms. Then there are two ways to read it.
-`read` copies it into new memory. `mapped` gives out tensors that lie in the file, just long enough to copy them to
-where they belong: for a large state, allocating memory costs more than all the rest. This relies on nobody writing to
-the file meanwhile. raysgd itself never does: it replaces files. A write by another program is detected afterwards; a
-program that truncates the file may crash this process.
+Other tools can verify the checksum, see docs/checkpoints.md. docs/adr/0061-xxh128-for-checkpoint-files.md explains why
+this checksum was chosen.
+
+A write goes to a temporary file beside the target, which is renamed to the target only when it is complete on disk. If
+the process is killed in the middle, the earlier checkpoint stays intact, and a file `.raysgd-*.tmp` remains. The next
+write into the folder deletes it.
+
+The checksum is compared before torch reads the file; 200 MiB take about 10 ms. There are two functions to read a file.
+`read` copies it into new memory. `mapped` yields tensors that are mapped from the file, for just long enough to copy
+them to their destination. For a large state, allocating memory takes longer than everything else. This relies on nobody
+writing to the file meanwhile. raysgd itself never does, because it replaces files. A write by another program is
+detected afterwards; a program that truncates the file may crash this process.
 """
 
 from __future__ import annotations
@@ -53,13 +56,13 @@ if TYPE_CHECKING:
     import xxhash
 
 FORMAT_VERSION = 1
-"""Newest format that this version of raysgd reads, and the one that it writes."""
+"""Newest format that this version of raysgd reads, and the format that it writes."""
 
 FORMAT_KEY = "raysgd_format"
-"""Last key of a file's state; its value is the version of the format."""
+"""Last key of a file's state. Its value is the version of the format."""
 
 REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
-"""Keys that make a dict a training state."""
+"""Keys that a training state must have."""
 
 _ZIP_START = b"PK\x03\x04"
 _ZIP_END = b"PK\x05\x06"
@@ -76,22 +79,22 @@ _IF_TRUSTED = (
     "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
     "so for other files."
 )
-_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # in PyTorch's error message
+_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # as in PyTorch's error message
 _allowing_former = threading.Lock()
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
+    """Write `state` to `path` atomically: at any moment, `path` is either the complete old or the complete new file.
 
     Args:
-        path: Place to write to: a URI, or a path, whose folder must exist (a symbolic link is followed).
+        path: Destination: a URI, or a path whose folder exists. A symbolic link is followed.
         state: State with at least the keys in `REQUIRED_KEYS`. Pass it through `packed` first.
 
     Raises:
         ValueError: `state` lacks keys that `read` requires.
-        OSError: The file could not be written, for instance for lack of space. `path` is as it was before.
+        OSError: The file could not be written, for example for lack of space. `path` is unchanged.
     """
-    from raysgd.storage import files  # here, because workers only read
+    from raysgd.storage import files  # imported here, because workers only read
 
     checked_state(state, "state", REQUIRED_KEYS)
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}
@@ -109,18 +112,18 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
     """Read a checkpoint, check that it is undamaged, and return the state that was written, on the CPU.
 
-    This also reads files of the former library, and those that `torch.save` itself wrote; they have no checksum.
+    This also reads files of the old library and files that `torch.save` itself wrote. They have no checksum.
 
     Args:
         path: The file.
-        weights_only: True to reject everything but tensors, NumPy arrays, plain values and containers of them. With
-            False a file can run any code: use it only for files from a source that you trust.
+        weights_only: True to reject everything except tensors, NumPy arrays, plain values and containers of them. With
+            False, a file can run arbitrary code: use it only for files from a source that you trust.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        CheckpointCorruptedError: The file is damaged or no checkpoint. Both a `ValueError` and a `RuntimeError`.
+        FileNotFoundError: The file does not exist.
+        CheckpointCorruptedError: The file is damaged or not a checkpoint. Both a `ValueError` and a `RuntimeError`.
         UnsafeCheckpointError: The file needs `weights_only=False`. A `ValueError`.
-        ValueError: The content is not a training state, or in the format of a newer version of raysgd.
+        ValueError: The content is not a training state, or a newer version of raysgd wrote it.
     """
     with mapped(path, weights_only=weights_only, maps=False) as state:
         return state
@@ -130,20 +133,20 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
 def mapped(
     path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """Read a checkpoint like `read`, but leave its tensors where they are: in the file, mapped into memory.
+    """Read a checkpoint like `read`, but map its tensors from the file instead of copying them into memory.
 
-    Copy what you need inside the `with` block, and keep none of the tensors. Writing to one changes it in memory only.
-    Files without a checksum, and those on file systems that cannot map, are read as by `read`.
+    Copy what you need inside the `with` block, and do not use the tensors after it. Writing to a tensor changes it in
+    memory only. Files without a checksum, and files on file systems that cannot map, are read as by `read`.
 
     Args:
         path: The file.
-        weights_only: As in `read`.
-        name: Name of the file in errors, if it is a copy of something else.
-        maps: False to copy the tensors into memory instead.
+        weights_only: See `read`.
+        name: Name of the file in errors, if it is a copy of another file.
+        maps: False to copy the tensors into memory.
 
     Raises:
-        CheckpointCorruptedError: Also at the end of the block, if the file was written to meanwhile.
-        FileNotFoundError, UnsafeCheckpointError, ValueError: As in `read`.
+        CheckpointCorruptedError: See `read`. Also raised at the end of the block if the file was written to meanwhile.
+        FileNotFoundError, UnsafeCheckpointError, ValueError: See `read`.
     """
     path = os.fspath(path)
     name = name or path
@@ -156,7 +159,7 @@ def mapped(
             if seal_of(checksum.hexdigest()) != seal:
                 raise corrupted(name, "its checksum does not match its content")
         maps = maps and seal is not None and _can_be_mapped(file)
-        by_descriptor = f"/dev/fd/{file.fileno()}"  # the open file, even if another file takes its name
+        by_descriptor = f"/dev/fd/{file.fileno()}"  # refers to the open file, even if the path is replaced
         place = by_descriptor if os.path.exists(by_descriptor) else path
         if weights_only:
             with refusals_of(name, _IF_TRUSTED):
@@ -178,7 +181,10 @@ def mapped(
 
 
 def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
-    """Load a file with PyTorch's unrestricted reader. Errors of an intact file, or of user code, stay as they are."""
+    """Load a file with PyTorch's unrestricted reader.
+
+    Errors of an intact file, or of user code, are raised unchanged.
+    """
     try:
         return torch.load(source, map_location="cpu", weights_only=False, mmap=maps)
     except Exception as error:  # damaged bytes and user code may raise anything
@@ -191,14 +197,14 @@ def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
     """Load a file with PyTorch's strict reader.
 
     Raises:
-        NotPlainError: The file needs something that the reader does not know.
+        NotPlainError: The file needs a class or function that the reader does not know.
         Exception: The file is damaged.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except pickle.UnpicklingError as error:
         found = _UNKNOWN_GLOBAL.search(str(error))
-        if found is None:  # the message gives the reason after much advice
+        if found is None:  # the reason is at the end of the message
             finding = str(error).rpartition("WeightsUnpickler error:")[2].strip()
             raise DamagedFileError(finding.partition("\n")[0]) from error
         raise NotPlainError(found[1][:200]) from error
@@ -210,7 +216,7 @@ def _check_archive(source: str | IO[bytes], num_bytes: int) -> None:
 
 
 def _can_be_mapped(file: IO[bytes]) -> bool:
-    """Return True if the file system of an open file can map files into memory."""
+    """Return True if an open file's file system can map files into memory."""
     try:
         mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ).close()
     except OSError:
@@ -219,10 +225,10 @@ def _can_be_mapped(file: IO[bytes]) -> bool:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
-    """Return the tensors in a dict that `torch.save` wrote, mapped into memory if possible.
+    """Return the dict of tensors that `torch.save` wrote, mapped into memory if possible.
 
     Raises:
-        Exception: The file has something else in it, or is damaged.
+        Exception: The file contains other values, or is damaged.
     """
     with open(path, "rb") as file:
         _check_archive(file, os.fstat(file.fileno()).st_size)
@@ -234,19 +240,19 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
 
 @contextlib.contextmanager
 def _former_functions() -> Iterator[None]:
-    """Let PyTorch's reader load the NumPy values in files of the old library, with functions of our own."""
+    """Make PyTorch's reader load the NumPy values in files of the old library, with functions of raysgd."""
     functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
     with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
         yield
 
 
 def seal_of(hexdigest: str) -> bytes:
-    """Return the archive comment that holds a checksum."""
+    """Return the archive comment that contains a checksum."""
     return f"{_PREFIX}{hexdigest}".encode()
 
 
 def seal_at_end_of(tail: bytes) -> bytes | None:
-    """Return the seal of a file that ends with these bytes; None if it has none."""
+    """Return the seal of a file that ends with these bytes; None if the file has no seal."""
     found = _COMMENT.search(tail)
     if found is None:
         return None
@@ -255,14 +261,17 @@ def seal_at_end_of(tail: bytes) -> bytes | None:
 
 
 def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
-    """Return the checksum of the first `num_bytes` of an unbuffered file, or of all if it has fewer; it takes more."""
+    """Return the checksum of the first `num_bytes` of an unbuffered file, or of the whole file if it is shorter.
+
+    The result is a hash object that accepts more bytes.
+    """
     import xxhash
 
     checksum = xxhash.xxh3_128()
     try:
         with mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ) as content:
             checksum.update(content)
-    except (OSError, ValueError):  # it cannot be mapped, or has too few bytes
+    except (OSError, ValueError):  # the file cannot be mapped, or has too few bytes
         file.seek(0)
         room = memoryview(bytearray(_PIECE_BYTES))
         while num_read := file.readinto(room[:num_bytes]):  # type: ignore[attr-defined]
@@ -272,7 +281,7 @@ def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
 
 
 class _ChecksummedStream:
-    """The file as `torch.save` sees it: it writes through, and computes the checksum on the way.
+    """Stream that passes writes of `torch.save` on to a file, and computes the checksum of the bytes.
 
     If torch gets a stream instead of a path, it lets other threads run while it writes.
     """
@@ -285,11 +294,11 @@ class _ChecksummedStream:
         self._failure: Exception | None = None
 
     def save(self, content: dict[str, Any]) -> None:
-        """Write the archive, or raise the error that stops it: torch alone would report an unexpected position.
+        """Write the archive. If an error stops it, raise this error: torch alone would report an unexpected position.
 
         Raises:
             OSError: A write failed.
-            KeyboardInterrupt: Ctrl-C. Likewise anything that a handler of another signal raises, such as `SystemExit`.
+            KeyboardInterrupt: Ctrl-C. Exceptions of other signal handlers, such as `SystemExit`, are raised as well.
         """
         try:
             torch.save(content, self)  # type: ignore[arg-type]
@@ -300,7 +309,7 @@ class _ChecksummedStream:
             raise cause from None
 
     def write(self, content: memoryview | bytes) -> int:
-        """Write bytes; called by torch."""
+        """Write bytes. Called by torch."""
         try:
             num_written = self._file.write(content)
         except (OSError, ValueError) as error:
@@ -310,7 +319,7 @@ class _ChecksummedStream:
         return num_written
 
     def flush(self) -> None:
-        """Hand buffered bytes to the operating system; called by torch."""
+        """Pass buffered bytes to the operating system. Called by torch."""
         self._file.flush()
 
 
@@ -322,7 +331,7 @@ def _is_zip_end(tail: bytes) -> bool:
 def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[bytes | None, bool]:
     """Return the seal of a file, or None if `torch.save` itself wrote it, and True if the file is a zip archive.
 
-    The first and last bytes tell. torch writes archives since version 1.6.
+    Detects this by the first and last bytes. torch writes archives since version 1.6.
     """
     start = file.read(len(_OLD_TORCH_START))
     file.seek(max(0, size - _MAX_SEAL_BYTES))

@@ -1,14 +1,15 @@
-"""The folder that holds a checkpoint of divided models: how it is written and read.
+"""A checkpoint folder for sharded models: how it is written and read.
 
-Each rank writes its tensors into a file: a dict by their places in the state, saved with `torch.save`. The driver
-writes everything else into two checkpoint files beside them. One has the random states of all ranks, which the ranks
-need not read. The other has the rest, an index of the tensors, and the size and checksum of each rank's file; it is
-written last. The folder takes its name when all of it is there.
+Each rank writes its tensors into a file with `torch.save`: a dict of tensors by their paths in the state. The driver
+writes everything else into two checkpoint files beside these files. `ranks.pt` has the random states of all ranks,
+which the ranks need not read. `rest.pt` has the remaining state, an index of the tensors, and the size and checksum of
+each rank's file. It is written last. The folder gets its final name once it is complete.
 
-The index is plain data under a checksum. Before any memory is allocated, its numbers are compared with the sizes of the
+The index is plain data under a checksum. Before any memory is allocated, its sizes are compared with the sizes of the
 files. Then the content of the files is compared with the index.
 
-ADR 92 says why it is a folder. `raysgd.torch.checkpoints.divided_state` says what a rank has, and what it takes.
+ADR 92 explains why the checkpoint is a folder. `raysgd.torch.checkpoints.divided_state` describes what each rank writes
+and reads.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from raysgd.torch.objects.rng import RNG
 from raysgd.trainer.worker.state.replica_state import RESUME
 
 REST = "rest.pt"
-"""File with everything but the tensors and the random states."""
+"""File with everything except the tensors and the random states."""
 
 RANKS = "ranks.pt"
-"""File with the random states of all ranks; it grows with their number."""
+"""File with the random states of all ranks. Its size grows with their number."""
 
 DIVIDED = "divided"
-"""Key in `REST` of the facts about the other files."""
+"""Key in `REST` for the facts about the other files."""
 
 FORMAT_VERSION = 3
 """Version of the folder's layout."""
@@ -57,7 +58,7 @@ _FORMER = ".old"
 
 @dataclass(frozen=True)
 class StateInFolder:
-    """Stands for the state in a folder, which each rank reads by itself.
+    """Placeholder for the state in a folder, which each rank reads itself.
 
     Attributes:
         path: Path of the folder.
@@ -70,12 +71,12 @@ class StateInFolder:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """The facts about a rank's part of a folder.
+    """What a rank reports to the driver about its part of a folder.
 
     Attributes:
         rest: State without tensors, from rank 0; None from other ranks.
         index: Index of the tensors, from rank 0; None from other ranks.
-        own: State that belongs to this rank alone.
+        own: State that only this rank has.
         file: Facts about the file that the rank wrote.
     """
 
@@ -86,12 +87,12 @@ class WrittenPart:
 
 
 def part_name(rank: int) -> str:
-    """Return the name of the file with the tensors of a rank."""
+    """Return the name of the file with a rank's tensors."""
     return f"part-{rank}.pt"
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return True if `path` is the folder of such a checkpoint."""
+    """Return True if `path` is a checkpoint folder of sharded models."""
     return Path(path, REST).is_file()
 
 
@@ -99,12 +100,12 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> WrittenPart:
-    """Write a rank's part of the state into a folder, and return the facts that the driver needs.
+    """Write a rank's part of the state into a folder. Return the facts that the driver needs.
 
     Args:
         folder: Path of the folder.
-        state: State with this rank's rows of the divided tensors.
-        own: State that belongs to this rank alone.
+        state: State with this rank's rows of the sharded tensors.
+        own: State that only this rank has.
         rank: The rank.
     """
     content, path = content_of(state, rank), Path(folder, part_name(rank))
@@ -114,7 +115,7 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
 
 
 def _each_with_its_memory(tensors: Tensors) -> Tensors:
-    """Copy tied tensors and views: a file would hold the memory of tied ones once, and all memory behind a view."""
+    """Copy tied tensors and views. A file would store tied memory only once, and the whole memory behind a view."""
     apart, seen = {}, set[int]()
     for path, tensor in tensors.items():
         memory = tensor.untyped_storage()
@@ -132,10 +133,10 @@ def _facts_of(path: Path) -> FileFacts:
 
 @contextlib.contextmanager
 def making(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Make a folder beside `path` that takes its name if the block succeeds, replacing an earlier checkpoint.
+    """Create a folder beside `path`. If the block succeeds, rename it to `path`, replacing an earlier checkpoint.
 
     Raises:
-        OSError: The folder could not be written, or there is something else at `path`.
+        OSError: The folder could not be written, or `path` is a folder with other content.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir() and not is_folder(target) and any(target.iterdir()):
@@ -156,9 +157,9 @@ def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
     elif target.exists():
-        target.unlink()  # an earlier checkpoint in one file; nothing can swap a file and a folder in one step
+        target.unlink()  # an earlier checkpoint file; a file and a folder cannot be swapped atomically
     folder.rename(target)
-    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # also those of killed saves
+    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # including folders of killed saves
     for former in target.parent.glob(formers):
         shutil.rmtree(former, ignore_errors=True)
     flush_to_disk(target.parent)
@@ -175,7 +176,7 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
     """Write the driver's files, after all ranks have written their parts.
 
     Raises:
-        OSError: The driver cannot see a part, or could not write its own files.
+        OSError: The driver cannot see a rank's file, or could not write its own files.
     """
     files = {part_name(rank): part.file for rank, part in enumerate(parts)}
     missing = [name for name, (num_bytes, _) in files.items() if _size_of(folder / name) != num_bytes]
@@ -204,14 +205,14 @@ def _size_of(path: Path) -> int | None:
 
 
 class DividedFolder(DividedState):
-    """An open folder. Call `check` before you read any tensor."""
+    """An open checkpoint folder. Call `check` before you read any tensor."""
 
     def __init__(self, path: str, rest: dict[str, Any], index: Index, files: Sequence[FileFacts]) -> None:
         super().__init__(rest, index, len(files), self._read_part)
         self._path, self._files = path, files
 
     def check(self, rank: int, num_ranks: int) -> None:
-        """Compare the checksum of every `num_ranks`-th file; together the ranks check all of them.
+        """Verify the checksum of every `num_ranks`-th file. Together, the ranks verify all files.
 
         Raises:
             CheckpointCorruptedError: A file is missing or was changed.
@@ -222,7 +223,7 @@ class DividedFolder(DividedState):
                 raise self.corrupted(f"`{path.name}` is missing or does not match its checksum")
 
     def read_whole(self) -> dict[str, Any]:
-        """Return the whole state, put together in this process."""
+        """Return the full state, assembled in this process."""
         self.check(0, 1)
         return self.whole()
 
@@ -247,20 +248,21 @@ class DividedFolder(DividedState):
             require(is_it, "a tensor is another one than the index says")
 
     def corrupted(self, finding: str) -> CheckpointCorruptedError:
-        """Return the error for a folder that is not as it was written."""
+        """Return the error for a damaged folder."""
         return corrupted(self._path, finding)
 
 
 def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedFolder:
-    """Read everything but the tensors.
+    """Open a folder and read everything except the tensors.
 
     Args:
         path: Path of the folder.
         weights_only: True to reject content that could run code.
-        for_rank: True to leave out the random states of all ranks: a rank needs only its own, which the driver has.
+        for_rank: True to leave out the random states of all ranks. A rank needs only its own random state, which the
+            driver sends.
 
     Raises:
-        CheckpointCorruptedError: The folder is damaged, or of another format.
+        CheckpointCorruptedError: The folder is damaged or has another format.
         UnsafeCheckpointError: The operator's own state needs `weights_only=False`.
     """
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
@@ -279,10 +281,10 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
 
 
 def _check_index(index: Any, files: Any) -> None:
-    """Raise if the index describes more data than the files hold.
+    """Check that the index does not describe more data than the files contain.
 
     Raises:
-        ValueError, TypeError: It describes more, or is no index.
+        ValueError, TypeError: The index describes more data, or is not an index.
     """
     require(type(index) is dict and type(files) is list and len(files) > 0, "it has no list of tensors or files")
     num_there = sum(num_bytes for num_bytes, _ in files)
@@ -305,15 +307,15 @@ def _rank_states(path: str) -> Any:
 
 
 def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, Any]:
-    """Return the state in a folder, divided as the models are here; nothing is changed. All ranks call this together.
+    """Read the state in a folder, sharded like this rank's models. Nothing is loaded yet. All ranks call this together.
 
     Args:
         place: The folder.
-        make_room: Makes the tensors that this rank has of a state.
+        make_room: Creates this rank's tensors of a state.
         group: Process group of all ranks, for small tensors in host memory.
 
     Raises:
-        CheckpointCorruptedError: The folder is damaged; raised on every rank.
+        CheckpointCorruptedError: The folder is damaged. Raised on every rank.
         ValueError, KeyError: The state does not fit.
     """
     folder = opened(place.path, place.weights_only, for_rank=True)
@@ -324,14 +326,14 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
 
 def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
-    """Let each rank do its share. If one fails, all ranks raise, so that none waits for another."""
+    """Call `read` on each rank. If it fails on one rank, all ranks raise, so that none waits for another."""
     found: Exception | None = None
     try:
         read()
-    except Exception as error:  # any class: raised below, on all ranks
+    except Exception as error:  # any class, because it is raised below, on all ranks
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
     if found is not None or verdict.item():
         told = found or folder.corrupted("a file is missing, cannot be read, or was changed, another worker says")
-        raise told.with_traceback(None)  # all ranks raise from this line: workers that fail alike are kept
+        raise told.with_traceback(None)  # same traceback on all ranks: workers that all fail alike are kept

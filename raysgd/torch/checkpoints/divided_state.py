@@ -1,11 +1,11 @@
-"""States of models that are divided over the ranks: an index, and the tensors that each rank has.
+"""States of models that are sharded over the ranks: an index, and the tensors that each rank holds.
 
-A rank has its rows of each divided tensor, cut as by `torch.chunk`. Rank 0 also has the tensors that are not divided.
-The parts of a snapshot lie in the object store, where they outlive the workers; those of a checkpoint are files. A rank
-of any later group takes from them the rows that it needs. The whole state is put together only in a process that was
-asked for it.
+A rank holds its rows of each sharded tensor, split as by `torch.chunk`. Rank 0 also holds the tensors that are not
+sharded. The parts of a snapshot are in the object store, where they outlive the workers; the parts of a checkpoint are
+files. A rank of any later group reads the rows that it needs from these parts. The full state is assembled only in a
+process that was asked for it.
 
-ADR 92 says why no rank gathers a state.
+ADR 92 explains why no rank gathers a state.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.state.state_codec import decode
 
 Path_ = tuple[str | int, ...]
-"""Place of a tensor in a state."""
+"""Path of a tensor in a state."""
 
 Tensors = Mapping[Path_, torch.Tensor]
 
 Index = Mapping[Path_, tuple[torch.dtype, tuple[int, ...], bool]]
-"""Dtype and shape of each tensor, and True if it is divided."""
+"""Dtype and shape of each tensor, and True if the tensor is sharded."""
 
 MakeRoom = Callable[[Mapping[str, Any], Sequence[Path_]], dict[Path_, torch.Tensor]]
-"""Makes a rank's tensors of a state, given the state's outline and the tensors' paths in it."""
+"""Creates a rank's tensors of a state, given the state's outline and the tensors' paths in it."""
 
 _PARTS = ("models", "criterion", "optimizers")
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path_, torch.Tensor]]:
-    """Return a state without the tensors of its models and optimizers, and the tensors by their paths.
+    """Split a state into the state without the tensors of its models and optimizers, and these tensors by path.
 
     Examples:
         >>> rest, tensors = split({"epoch": 1, "models": [{"weight": torch.ones(2)}]})
@@ -58,7 +58,7 @@ def _without(value: Any, path: Path_, tensors: dict[Path_, torch.Tensor]) -> Any
 
 
 def joined(rest: Mapping[str, Any], paths: Iterable[Path_], tensor_of: Callable[[Path_], Any]) -> dict[str, Any]:
-    """Return the state with its tensors put back.
+    """Return the state with its tensors inserted. Inverse of `split`.
 
     Examples:
         >>> joined({"models": [{}]}, [("models", 0, "weight")], str)
@@ -75,7 +75,7 @@ def joined(rest: Mapping[str, Any], paths: Iterable[Path_], tensor_of: Callable[
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """Copy the containers alone, each of them once."""
+    """Copy only the containers, each container once."""
     if not isinstance(value, Mapping | list):
         return value
     if id(value) in made:
@@ -90,7 +90,7 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
 
 
 def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return a rank's part of its state, not copied yet: `tensors`, and from rank 0 alone `rest` and `index`."""
+    """Return a rank's part of the state, uncopied: `tensors` and, from rank 0 only, `rest` and `index`."""
     rest, tensors = split(state)
     is_divided = {path: _is_divided(tensor) for path, tensor in tensors.items()}
     kept = {path: _local(tensor) for path, tensor in tensors.items() if not rank or is_divided[path]}
@@ -101,16 +101,16 @@ def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 class DividedState:
-    """A state in parts; each part is read when it is needed.
+    """A state in parts. Each part is read when it is needed.
 
     Args:
-        rest: Everything but the tensors.
+        rest: Everything except the tensors.
         index: Index of the tensors.
-        num_parts: Number of ranks that the state was divided over.
+        num_parts: Number of ranks over which the state was sharded.
         read_part: Returns the tensors of the rank with this number.
 
     Attributes:
-        rest: Everything but the tensors.
+        rest: Everything except the tensors.
         index: Index of the tensors.
     """
 
@@ -128,7 +128,7 @@ class DividedState:
         return joined(self.rest, self.index, shape_of)
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole state, in memory of its own."""
+        """Return the full state, copied into new memory."""
 
         def tensor_of(path: Path_) -> torch.Tensor:
             if not self.index[path][2]:
@@ -138,7 +138,7 @@ class DividedState:
         return joined(copy.deepcopy(self.rest), self.index, tensor_of)
 
     def make_room(self, make: MakeRoom) -> dict[Path_, torch.Tensor]:
-        """Return tensors to fill, divided as the models are here; nothing is changed.
+        """Return tensors to fill, sharded like this rank's models. The models are not changed.
 
         Raises:
             ValueError, KeyError: The state does not fit.
@@ -160,12 +160,12 @@ class DividedState:
                 local[first - begin : last - begin].copy_(self._part(rank)[path][first - at : last - at])
 
     def joined(self, tensors: Tensors) -> dict[str, Any]:
-        """Return the state with these tensors in it."""
+        """Return the state with these tensors inserted."""
         return joined(self.rest, self.index, tensors.__getitem__)
 
 
 def of_snapshot(parts: DividedValue) -> DividedState:
-    """Return the divided state in the parts of a snapshot."""
+    """Return the sharded state that the parts of a snapshot contain."""
 
     @cache
     def content(rank: int) -> dict[str, Any]:
@@ -177,18 +177,18 @@ def of_snapshot(parts: DividedValue) -> DividedState:
 
 
 def whole(shared_state: Any, copy: bool) -> Any:
-    """Return the whole state in a snapshot that the driver holds.
+    """Return the full state in a snapshot that the driver holds.
 
     Args:
         shared_state: State of the snapshot.
-        copy: True to give the tensors memory of their own. Tensors of a divided state always have it.
+        copy: True to copy the tensors into new memory. Tensors of a sharded state are always copied.
     """
     is_divided = isinstance(shared_state, DividedValue)
     return of_snapshot(shared_state).whole() if is_divided else decode(shared_state, copy=copy)
 
 
 def outline(shared_state: Any) -> Any:
-    """Return the state in a snapshot for a look at its structure: tensors of a divided state have only a shape."""
+    """Return the state in a snapshot to inspect its structure. Tensors of a sharded state have only a shape."""
     is_divided = isinstance(shared_state, DividedValue)
     return of_snapshot(shared_state).outline() if is_divided else decode(shared_state, copy=False)
 
@@ -197,7 +197,7 @@ def outline(shared_state: Any) -> Any:
 
 
 def _placement(tensor: Any) -> Any:
-    """Return a tensor's placement; None if each rank has all of it. Importing DTensor would load more of PyTorch."""
+    """Return a tensor's placement; None if each rank has the full tensor. Avoids importing DTensor, which is slow."""
     placements = getattr(tensor, "placements", None)
     return None if placements is None else placements[0]
 
@@ -210,24 +210,24 @@ def _is_divided(tensor: Any) -> bool:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return this process's part of a tensor."""
+    """Return this process's shard of a tensor."""
     local: torch.Tensor = tensor if _placement(tensor) is None else tensor.to_local()
     return local
 
 
 def _begin_here(tensor: Any) -> int:
-    """Return the index of this rank's first row in a divided tensor."""
+    """Return the index of this rank's first row in a sharded tensor."""
     mesh = tensor.device_mesh
     return begin_of(tensor.shape[0], mesh.size(), mesh.get_local_rank())
 
 
 def begin_of(total: int, num_ranks: int, rank: int) -> int:
-    """Return the index at which a rank's part begins, with parts as in `torch.chunk`."""
+    """Return the index at which a rank's rows start, with the split of `torch.chunk`."""
     return min(total, rank * -(-total // num_ranks))
 
 
 def overlaps(total: int, num_ranks: int, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Return the ranks with rows between two positions: rank, first position, and the position after the last.
+    """Return the ranks that hold rows between two positions, as tuples (rank, first position, end position).
 
     Examples:
         >>> overlaps(10, 3, 2, 9)  # the ranks have 4, 4 and 2 rows

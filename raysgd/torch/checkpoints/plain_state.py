@@ -1,9 +1,9 @@
-"""Plain states: the content of a checkpoint file, in a form that PyTorch's `weights_only` reader can give back.
+"""Plain states: the content of a checkpoint file, in a form that PyTorch's `weights_only` reader can load.
 
-A plain state consists of tensors, numbers, text, bytes, and containers of them. The reader runs no code. It knows no
-NumPy, and allowing NumPy's functions would open a hole: an array of objects takes its pointers from the file. So an
-array is written as a tensor, the only value of a dict with the key `raysgd_numpy`. Everything else is written as
-`torch.save` writes it.
+A plain state consists of tensors, numbers, strings, bytes, and containers of them. The reader runs no code. It does not
+support NumPy, and allowing NumPy's functions would be a security hole, because an array of objects takes its pointers
+from the file. So an array is written as a tensor that is the only value of a dict with the key `raysgd_numpy`.
+Everything else is written as `torch.save` writes it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from raysgd.core.reading.former_pickles import FormerValue
 from raysgd.core.reading.strict_reading import check_depth, require
 
 NUMPY_KEY = "raysgd_numpy"
-"""Only key of a dict that stands for a NumPy array."""
+"""Only key of a dict that represents a NumPy array."""
 
 _PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _MAX_INT_BITS = 2000
-"""PyTorch's reader does not know the opcode for larger numbers."""
+"""PyTorch's reader does not support the pickle opcode for larger numbers."""
 
 _MAX_EXPANSION = 16
-"""Largest ratio of a state's size to its file's: several tensors in a file may share memory."""
+"""Largest ratio of a state's size to its file's size. It may exceed 1, because tensors in a file may share memory."""
 
 
 def packed(state: Any, *, allow_pickle: bool = False) -> Any:
-    """Return a copy of the structure of `state` that can be written and loaded back; tensors are not copied.
+    """Return a copy of the structure of `state` that can be written and loaded. Tensors are not copied.
 
-    NumPy's numbers become Python's; its arrays become tensors with a mark. Any value not known to be plain is tried,
-    so classes that were allowed through `torch.serialization.add_safe_globals` count as plain.
+    NumPy scalars become Python numbers, and NumPy arrays become marked tensors. Any value not known to be plain is
+    tested with a round trip, so classes that were allowed through `torch.serialization.add_safe_globals` count as
+    plain.
 
     Args:
         state: State to write.
         allow_pickle: True to accept anything. Reading the file may then need `weights_only=False`.
 
     Raises:
-        ValueError: Something could not be loaded back with `weights_only=True`. The message says where it is.
+        ValueError: A value could not be loaded with `weights_only=True`. The message gives its path.
     """
     if not allow_pickle:
         check_depth(state, "`state`")
@@ -50,21 +51,21 @@ def packed(state: Any, *, allow_pickle: bool = False) -> Any:
 
 
 class _Packing:
-    """Copies a structure and checks that all of it can be loaded back."""
+    """Copies a structure and checks that all of it can be loaded."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
         self._copies: dict[int, Any] = {}
 
     def of(self, value: Any, path: str) -> Any:
-        """Return the copy of `value`, which is at `path`."""
+        """Return the copy of `value`, whose path is `path`."""
         kind = type(value)
         if kind in _PLAIN_TYPES or (kind is int and value.bit_length() <= _MAX_INT_BITS):
             return value
         if kind is bytes:
             return value or _NoBytes()
         if kind in (dict, collections.OrderedDict, list, np.ndarray):
-            if id(value) not in self._copies:  # one copy for all places with this value
+            if id(value) not in self._copies:  # one copy for all occurrences of this value
                 self._copies[id(value)] = kind() if kind is not np.ndarray else self._array(value, path)
                 self._fill(self._copies[id(value)], value, path)
             return self._copies[id(value)]
@@ -88,11 +89,11 @@ class _Packing:
                 if key == NUMPY_KEY and not self._allow_pickle:
                     raise ValueError(f"`{item_path}`: this key marks NumPy arrays in checkpoints. Use another one.")
                 copy[self.of(key, f"key of {item_path}")] = self.of(item, item_path)
-            if isinstance(value, collections.OrderedDict):  # a module's state dict keeps its layers' versions there
+            if isinstance(value, collections.OrderedDict):  # a module's state dict stores its layers' versions there
                 vars(copy).update(self.of(vars(value), f"vars({path})"))
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
-        """Return the marked tensor of an array; the array itself if no tensor can hold it and pickles are allowed."""
+        """Return a marked tensor for an array, or the array if no tensor can hold it and pickles are allowed."""
         try:
             native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
             return {NUMPY_KEY: torch.from_numpy(native)}
@@ -105,7 +106,7 @@ class _Packing:
             ) from error
 
     def _try(self, sample: Any, value: Any, path: str) -> None:
-        """Raise unless `sample`, which stands for `value`, survives a round trip."""
+        """Raise unless `sample`, which represents `value`, survives a round trip."""
         if self._allow_pickle:
             return
         try:
@@ -123,7 +124,7 @@ class _Packing:
 
 
 class _NoBytes:
-    """Empty bytes, pickled like other bytes: PyTorch's reader does not know how pickle writes empty ones."""
+    """Empty bytes, pickled like other bytes, because PyTorch's reader does not support pickle's encoding of them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return codecs.encode, ("", "latin1")
@@ -141,22 +142,22 @@ def unpacked(loaded: Any, num_bytes: int) -> Any:
         num_bytes: Size of the file.
 
     Raises:
-        DamagedFileError: The state is nested too deeply, or would take many times the file's size if sent elsewhere.
+        DamagedFileError: The state is nested too deeply, or would take many times the file's size when sent elsewhere.
     """
     check_depth(loaded)
     return _Unpacking(num_bytes * _MAX_EXPANSION).of(loaded)
 
 
 class _Unpacking:
-    """Turns marks back into NumPy arrays, and adds up the size of everything."""
+    """Converts marked tensors back to NumPy arrays, and sums the size of all values."""
 
     def __init__(self, num_bytes_left: int) -> None:
         self._num_bytes_left = num_bytes_left
         self._places: set[Any] = set()
-        self._done: dict[int, tuple[Any, Any]] = {}  # each container and its replacement, by the container's identity
+        self._done: dict[int, tuple[Any, Any]] = {}  # (container, replacement), by the container's ID
 
     def of(self, value: Any) -> Any:
-        """Return the value that `value` stands for."""
+        """Return the value that `value` represents."""
         if isinstance(value, FormerValue):
             return value.value
         if isinstance(value, torch.Tensor):

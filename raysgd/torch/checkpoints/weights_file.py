@@ -1,7 +1,7 @@
-"""Weights files in the format of safetensors: the models alone, for any program that reads such files.
+"""Weights files in the safetensors format, which contain only models and can be read by other programs.
 
-In a file of one model, tensors have the names of its `state_dict`. With several models, the model's index and a dot
-come before each name. For tied weights, the first name holds the tensor, and the metadata lists the others.
+In a file of one model, tensors are named as in its `state_dict`. With several models, each name is prefixed with the
+model's index and a dot. For tied weights, the first name has the tensor, and the metadata lists the other names.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from raysgd.exceptions import CheckpointCorruptedError
 
 _NUM_MODELS, _TIED, _LEFT_OUT = "raysgd_models", "raysgd_tied", "raysgd_left_out"
 LEFT_OUT = "remade"
-"""Key of what says which frozen parameters are left out because `setup` makes them again."""
+"""Key for the record of frozen parameters that are left out because `setup` recreates them."""
 _HEADER_AT = 8
-"""Position of the header, which is JSON: it follows its length."""
+"""Position of the JSON header, which follows its length."""
 _MAX_MODELS = 10_000
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write the models of a state to a path or a URI; at any moment the file is the whole old one or the whole new one.
+    """Write a state's models to a path or URI atomically: the file is always the complete old or complete new file.
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: A model has something in its state that is no tensor.
-        OSError: The file could not be written; `path` is as it was before.
+        ValueError: A value in a model's state is not a tensor.
+        OSError: The file could not be written. `path` is unchanged.
     """
-    from raysgd.storage import files  # here, because workers only read
+    from raysgd.storage import files  # imported here, because workers only read
 
     tensors, metadata = _flat(content["models"])
     if LEFT_OUT in content:
@@ -43,19 +43,19 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
 
 
 def check_writable() -> None:
-    """Raise if the package that writes these files is missing."""
+    """Raise `ImportError` if safetensors is not installed."""
     _library("safetensors.torch")
 
 
 def is_weights_file(path: str) -> bool:
-    """Return True if a file begins like one of safetensors."""
+    """Return True if a file starts like a safetensors file."""
     with open(path, "rb") as file:
         start = file.read(_HEADER_AT + 1)
     return start[_HEADER_AT:] == b"{"
 
 
 def read(path: str, name: str) -> dict[str, Any]:
-    """Return the state of each model in a file, on the CPU, as `models`, and what that leaves out.
+    """Return `models`, the state of each model on the CPU, and the record of parameters that the file leaves out.
 
     Args:
         path: The file.
@@ -79,7 +79,7 @@ def read(path: str, name: str) -> dict[str, Any]:
 
 
 def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's saved state, completed with names that are tied in the model itself to others in the state."""
+    """Return a model's saved state, completed with names that the model ties to names in the state."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in own.items():
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -91,7 +91,7 @@ def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 
 def _flat(models: Sequence[Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return all tensors by name, each of them once, and the metadata."""
+    """Return all distinct tensors by name, and the metadata."""
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}

@@ -1,1 +1,1 @@
-"""PyTorch loaders and datasets: how they are divided over the workers, and the position in them."""
+"""PyTorch loaders and datasets: how they are sharded over the workers, and the position in them."""

@@ -22,7 +22,7 @@ from raysgd.torch.data.batches import count_samples
 from raysgd.torch.data.sample_order import BatchesOrder, SamplerOrder, length_of
 from raysgd.torch.data.sampling import ShardedLoader
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.ranks import Ranks
+from raysgd.torch.parallel.ranks import RankSums
 from raysgd.torch.parallel.strategy import Summation
 from raysgd.trainer.worker.data import batch_streams
 from raysgd.trainer.worker.data.batch_streams import NO_BATCH
@@ -78,7 +78,7 @@ class DividedLoaderSource:
 
     def __init__(self, sharded: ShardedLoader, seed: int) -> None:
         self._sharded = sharded
-        self._ranks: Ranks | None = None
+        self._ranks: RankSums | None = None
         self._order_before: int | None = None
         sharded.loader.generator = self._generator = torch.Generator()
         self._check_order: Callable[[bool], None] | None = None
@@ -86,7 +86,7 @@ class DividedLoaderSource:
         self.seed = seed
         self.order = sharded.sampler.order
 
-    def join(self, ranks: Ranks) -> None:
+    def join(self, ranks: RankSums) -> None:
         if self._ranks is ranks:
             return
         if self.has_own_order:
@@ -116,13 +116,13 @@ class DividedLoaderSource:
             )
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """See `raysgd.trainer.worker.data.feed.Feed`."""
+        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
         origin = {"seed": self.seed, **self._size}
         order = self._order_before or self._sharded.sampler.fingerprint() if is_mid_pass else None
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """See `raysgd.trainer.worker.data.feed.Feed`."""
+        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
         if any(position.get(name) != number for name, number in self._size.items()):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return False
@@ -237,7 +237,7 @@ class PlainSource:
         is_in_lockstep: True if the ranks step together, however many batches each of them has.
 
     Attributes:
-        is_divided: True if the library divides the data; see `raysgd.trainer.worker.data.feed.Feed`.
+        is_divided: True if the library divides the data; see `raysgd.trainer.worker.data.feed.DataFeed`.
         left_out: Number of rows that could not be read and were left out.
         most_batches: Number of batches that a rank takes for a global step, one after the other.
         num_shards: Number of logical shards in a global batch; 0 if it is divided by ranks.
@@ -246,12 +246,12 @@ class PlainSource:
     is_divided, left_out = False, 0
     most_batches = 1
     num_shards = 0
-    _ranks: Ranks
+    _ranks: RankSums
 
     def __init__(self, loader: Any, is_in_lockstep: bool = False) -> None:
         self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
-    def join(self, ranks: Ranks) -> None:
+    def join(self, ranks: RankSums) -> None:
         """Join the group of the coming call."""
         self._ranks = ranks
 

@@ -1,8 +1,12 @@
-"""Parts of a batch, and of what `forward` and a model return, as the stock methods see them; batches made of rows.
+"""Splits batches and the results of `forward` and models into parts for the default methods, and collates batches.
 
-A batch is a sequence with the target last; or a mapping of names to tensors, as collators for language models make it;
-or a dataclass with such fields. A model returns its output; or a mapping or an object with attributes, which may also
-hold the loss.
+A batch is one of:
+
+- a sequence with the target last
+- a mapping of names to tensors, as collators for language models create it
+- a dataclass with such fields
+
+A model returns its output, or a mapping or an object with attributes, which may also contain the loss.
 """
 
 from __future__ import annotations
@@ -25,17 +29,17 @@ from raysgd.torch.parallel.strategy import unwrap
 _MOST_BYTES_COPIED = 2**20
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
-"""Names of the target in a batch that has names; the first one found counts."""
+"""Names of the target in a batch with named parts. The first name found is used."""
 
 
 def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the inputs and the target of a batch.
 
-    A mapping or a dataclass is one input; its target is None if it has none of the known names. The fields of a named
-    tuple are inputs one by one, except the target: the field with a known name, or else the last one.
+    A mapping or a dataclass is one input. Its target is None if it contains none of the known names. The fields of a
+    named tuple are separate inputs, except the target: the field with a known name, or else the last field.
 
     Raises:
-        TypeError: The batch has no parts to tell apart.
+        TypeError: The batch cannot be split.
     """
     if type(batch) in (list, tuple) and batch:
         return tuple(batch[:-1]), batch[-1]
@@ -65,7 +69,7 @@ def by_name(value: Any) -> Mapping[str, Any] | None:
 
 
 def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
-    """Return a model's output. A single input with names is passed by keyword, without targets it does not take."""
+    """Call the model. A lone dict or dataclass of inputs is passed as keyword arguments, without unaccepted targets."""
     named = by_name(features[0]) if len(features) == 1 else None
     if named is None:
         return model(*features)
@@ -75,13 +79,13 @@ def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
 
 
 def inputs(prepare: Callable[[Any], Any], batch: Any, has_target: bool, model: Any) -> Sequence[Any]:
-    """Return a model's inputs for a prediction, without the target, if there is one.
+    """Return a model's inputs for a prediction, without a target.
 
     Args:
         prepare: Splits a batch into inputs and target.
         batch: The batch.
-        has_target: True if the last part of a tuple is the target; else `prepare` gets None as the target.
-        model: The model. From a batch with names it gets only those targets that its signature requires.
+        has_target: True if the last part of a tuple is the target. If False, `prepare` gets None as the target.
+        model: The model. From a batch with named parts, it gets only the targets that its signature requires.
     """
     if by_name(batch) is not None:
         features, _ = prepare(batch)
@@ -101,7 +105,7 @@ def _without_targets(features: Any, model: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _targets_not_taken(model_class: Any) -> frozenset[str]:
-    """Return the names of targets that the model's forward pass does not take."""
+    """Return the names of targets that the model's forward pass does not accept."""
     parameters = inspect.signature(model_class.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset()
@@ -109,13 +113,13 @@ def _targets_not_taken(model_class: Any) -> frozenset[str]:
 
 
 def own_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss that a model computed by itself; None if its output has none."""
+    """Return the loss that the model itself computed; None if the output contains no loss."""
     loss = _named(output, "loss")
     return loss if isinstance(loss, torch.Tensor) else None
 
 
 def prediction(output: Any) -> Any:
-    """Return the part to compare with the target: the logits if the output names them, else all of it."""
+    """Return the part to compare with the target: the `logits` if the output names them, else the whole output."""
     if isinstance(output, torch.Tensor):
         return output
     logits = _named(output, "logits")
@@ -123,7 +127,7 @@ def prediction(output: Any) -> Any:
 
 
 def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Split what `forward` returned into everything but the metrics at its end, and the metrics."""
+    """Split the result of `forward` into a dict of metrics at its end, if there is one, and everything before it."""
     if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], Mapping):
         return returned, {}
     *parts, metrics = returned
@@ -131,10 +135,10 @@ def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def parts_of_forward(returned: Any, operator_cls: type[Any]) -> tuple[Any, torch.Tensor, Any]:
-    """Return output, loss and weight, each None if `forward` did not return it.
+    """Split the result of `forward` into output, loss and weight. Missing parts are None.
 
     Raises:
-        TypeError: It returned nothing that is allowed.
+        TypeError: `forward` returned an unsupported value.
     """
     if isinstance(returned, torch.Tensor) and returned.ndim == 0:
         return None, returned, None
@@ -159,11 +163,11 @@ def _named(output: Any, name: str) -> Any:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of samples in a batch of any shape, looking only at sizes.
+    """Return the number of samples in a batch of any shape, inspecting only sizes.
 
-    The last array in a tuple or list is usually the target, and its first dimension counts samples more reliably than
-    that of an input. If the target is a list of dicts, as in detection, each dict is one sample. Otherwise the first
-    array anywhere inside counts, then the length of a list; anything else is one sample.
+    The last array in a tuple or list is usually the target. Its first dimension counts samples more reliably than that
+    of an input. If the target is a list of dicts, as in detection, each dict is one sample. Otherwise the first nested
+    array counts, then the length of a list. Anything else is one sample.
 
     Examples:
         >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))
@@ -177,7 +181,7 @@ def count_samples(batch: Any) -> int:
 
 
 def samples_of(batch: Any, otherwise: int) -> int:
-    """Return the number of samples as `count_samples` does; `otherwise` if there is no array and no list of samples."""
+    """Count samples like `count_samples`, but return `otherwise` without an array or a list of samples."""
     last = batch[-1] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(last, torch.Tensor) and last.ndim:
         return len(last)
@@ -186,7 +190,7 @@ def samples_of(batch: Any, otherwise: int) -> int:
 
 
 def _counted(batch: Any) -> Any:
-    """Return the part of a batch with an entry for each sample; None if there is no array and no list of samples."""
+    """Return the part of a batch with one entry per sample; None without an array or a list of samples."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(parts) > 1 and _is_list_of_samples(parts):
         return parts
@@ -196,11 +200,11 @@ def _counted(batch: Any) -> Any:
 
 def _is_array(value: Any) -> bool:
     shape = getattr(value, "shape", None)
-    return isinstance(shape, tuple) and len(shape) > 0  # torch.Size is a tuple; numpy arrays count too
+    return isinstance(shape, tuple) and len(shape) > 0  # torch.Size is a tuple; NumPy arrays count, too
 
 
 def _is_list_of_samples(value: Any) -> bool:
-    """Return True for a list of dicts or dataclasses with equal names, which were not joined into one."""
+    """Return True for a list of dicts or dataclasses that share their names and were not collated."""
     first = by_name(value[0]) if isinstance(value, (tuple, list)) and value else None
     if first is None:
         return False
@@ -208,7 +212,7 @@ def _is_list_of_samples(value: Any) -> bool:
 
 
 def _first_counted(parts: Iterable[Any]) -> Any:
-    """Return the first array or list of samples, at any depth; None if there is none."""
+    """Return the first array or list of samples, at any depth; None if nothing is found."""
     for part in parts:
         if _is_array(part) or _is_list_of_samples(part):
             return part
@@ -221,27 +225,28 @@ def _first_counted(parts: Iterable[Any]) -> Any:
 
 
 class TensorCollate:
-    """Makes batches as a `DataLoader` does by default."""
+    """Collates batches as a `DataLoader` does by default."""
 
     def __call__(self, rows: list[Any]) -> Any:
         return default_collate(rows)
 
     def join(self, batches: list[Any]) -> Any:
-        """Return several batches as one."""
+        """Concatenate several batches into one."""
         return batches[0] if len(batches) == 1 else _joined_batches(batches)
 
     def begin_process(self) -> None:
-        """Limit PyTorch to one thread, since OpenMP threads do not survive a fork, and send small tensors as bytes."""
+        """Use one PyTorch thread, because OpenMP threads do not survive a fork, and pickle small tensors by value."""
         torch.set_num_threads(1)
         ForkingPickler.register(torch.Tensor, _reduced)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return how a loader process sends a tensor.
+    """Return the callable and arguments with which a loader process pickles a tensor.
 
-    PyTorch would share its memory, which needs an answer from the sending process. A copy of a small tensor is cheaper.
+    By default, PyTorch shares the tensor's memory, which needs a reply from the sending process. Copying a small tensor
+    is cheaper.
     """
-    with suppress(TypeError, RuntimeError):  # for dtypes such as bfloat16, and tensors outside plain memory
+    with suppress(TypeError, RuntimeError):  # bfloat16 and similar dtypes, or a tensor outside CPU memory
         if tensor.nbytes <= _MOST_BYTES_COPIED:
             return torch.from_numpy, (tensor.numpy(),)
     shared: tuple[Any, ...] = reduce_tensor(tensor)
@@ -254,7 +259,7 @@ def _joined_batches(batches: list[Any]) -> Any:
         return torch.cat(batches)
     if isinstance(first, Mapping):
         return {name: _joined_batches([batch[name] for batch in batches]) for name in first}
-    if first and isinstance(first[0], str | bytes):  # a column of text
+    if first and isinstance(first[0], str | bytes):  # a column of strings
         return [value for batch in batches for value in batch]
     parts = [_joined_batches(list(each)) for each in zip(*batches, strict=True)]
     return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

@@ -1,4 +1,4 @@
-"""PyTorch data for one call: to train and validate on, made and divided in each worker, and to predict."""
+"""PyTorch data for one call: data to train and validate on, created and sharded in each worker, and data to predict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from raysgd.trainer.messages.prediction_data import (
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the kind of data for a call; None if it cannot be used."""
+    """Return the kind of a call's data; None if the type is not supported."""
     kind = data_kinds.kind_of(dataset)
     if kind is None and isinstance(dataset, DataLoader | Stream):
         return "batches"
@@ -46,7 +46,7 @@ def kind_of(dataset: Any) -> Kind | None:
 
 
 def has_samples(dataset: Any) -> bool:
-    """Return True for data with numbered samples: a map-style dataset, something like one, or a list of dicts."""
+    """Return True for data with indexed samples: a map-style dataset, a similar object, or a list of dicts."""
     if isinstance(dataset, list):
         return bool(dataset) and all(isinstance(sample, Mapping) for sample in dataset)
     has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -54,21 +54,21 @@ def has_samples(dataset: Any) -> bool:
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
-    """Return the data of a call, ready for workers; None if it cannot be used.
+    """Prepare the data of a call for workers. Return None if the type is not supported.
 
     Args:
-        dataset: Data that the call was given.
+        dataset: The data that the user passed to the call.
         config: Config of one worker.
 
     Raises:
-        ValueError: There is no batch size, or arrays differ in their number of rows.
+        ValueError: No batch size is given, or arrays differ in their number of rows.
     """
     kind = kind_of(dataset)
     if kind == "batches":
         return CallData(kind, dataset)
     if kind != "rows":
         return data_kinds.call_data_of(dataset, config)
-    if data_kinds.kind_of(dataset) != "rows":  # numbered samples
+    if data_kinds.kind_of(dataset) != "rows":  # indexed samples
         size = size_of(f"a `{type(dataset).__name__}`", None, config)
         return CallData(kind, partial(_loader_over, dataset, {"batch_size": size}))
     data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
@@ -94,11 +94,11 @@ def _unchanged(batch: Any) -> Any:
 
 
 class ArrayRows(Dataset[Any]):
-    """The rows of arrays, taken a batch at a time.
+    """A dataset over the rows of arrays, which reads whole batches.
 
     Args:
-        arrays: An array, or a tuple or dict of them.
-        make_batch: Makes a batch of such arrays.
+        arrays: An array, or a tuple or dict of arrays.
+        make_batch: Converts such arrays to a batch.
     """
 
     def __init__(self, arrays: Any, make_batch: Callable[[Any], Any]) -> None:
@@ -109,7 +109,7 @@ class ArrayRows(Dataset[Any]):
         return self._num_rows
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """Return the batch of the rows at these indices."""
+        """Return a batch of the rows at these indices."""
         return self._make_batch(trees.mapped(self._arrays, lambda array: _taken(array, indices)))
 
     def __getitem__(self, index: int) -> Any:
@@ -121,15 +121,15 @@ def _taken(array: Any, indices: list[int]) -> Any:
 
 
 def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
-    """Return the batches of a worker's share. A creator or an object that holds the whole data is not divided yet.
+    """Return the batches of a worker's data. Data from a creator, or an object with the full data, is not sharded yet.
 
     Args:
-        share: Data that this worker was given.
-        collate_fn: Makes batches of samples, if the data has no function of its own.
-        make_batch: Makes batches of arrays.
+        share: Data that this worker received.
+        collate_fn: Creates batches from samples, if the data has no such function.
+        make_batch: Creates batches from arrays.
 
     Raises:
-        TypeError: A creator returned no iterable of batches.
+        TypeError: A creator did not return an iterable of batches.
     """
     match share.kind:
         case "ray":
@@ -150,7 +150,7 @@ def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch)
 
 
 def _in_tensors(batch: Any) -> Any:
-    """Turn a list of tuples of tensors into one tuple, with all tensors of a position joined."""
+    """Convert a list of tuples of tensors to one tuple, joining the tensors at each position."""
     if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
         return tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
     return batch
@@ -162,7 +162,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def collate_fn_of(loaders: Iterable[Any]) -> Any:
-    """Return the `collate_fn` of the first loader that makes batches of samples; None if there is none."""
+    """Return the `collate_fn` of the first loader that creates batches from samples; None without such a loader."""
     found = (each for each in loaders if isinstance(each, DataLoader) and each.batch_sampler is not None)
     return next((loader.collate_fn for loader in found), None)
 
@@ -170,10 +170,10 @@ def collate_fn_of(loaders: Iterable[Any]) -> Any:
 def divided(
     loader: Any, rank: int, world_size: int, training: bool, rule: GlobalBatchRule | None = None
 ) -> ShardedLoader | Any:
-    """Return the loader as this worker uses it: divided by samples, or else every `world_size`-th batch.
+    """Shard the loader for this worker: by samples if possible, otherwise every `world_size`-th batch.
 
     Raises:
-        ValueError: It must be divided by global batches, and cannot be.
+        ValueError: The loader must be sharded by global batches, but cannot be.
     """
     sharded = shard_loader(loader, rank=rank, world_size=world_size, training=training, rule=rule)
     if isinstance(sharded, ShardedLoader):
@@ -194,11 +194,11 @@ KINDS = (
 
 
 def source_to_predict(data: Any, asked: BatchRequest) -> Found:
-    """Return the source of the batches, and the container that the results are returned in.
+    """Return the source of the batches, and the container in which to return the results.
 
     Raises:
-        TypeError: The data is of an unknown kind.
-        ValueError: The order of the rows cannot be kept.
+        TypeError: The data's type is not supported.
+        ValueError: The order of the rows cannot be preserved.
     """
     leaf = as_tensor if _is_of_tensors(data.data if isinstance(data, Arrays) else data) else trees.own
     found = prediction_data.source_of(data, BatchRequest(asked.batch_size, asked.has_size, asked.feature_columns, leaf))
@@ -228,14 +228,14 @@ def _is_of_tensors(data: Any) -> bool:
 
 
 def as_tensor(array: Any) -> Any:
-    """Return a NumPy array of numbers as a tensor with memory of its own; return anything else unchanged."""
+    """Convert a NumPy array of numbers to a tensor that shares no memory with it. Return anything else unchanged."""
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
         return array
     return torch.from_numpy(np.ascontiguousarray(trees.own(array)))
 
 
 def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource:
-    """Return a source in which every worker loads its own rows; it ignores `drop_last`, so that no row is lost."""
+    """Return a source in which each worker loads a part of the rows. It ignores `drop_last`, so that no row is lost."""
     batches = loader.batch_sampler
     if batches is None:
         raise ValueError(
@@ -271,7 +271,7 @@ def _check_iterable(loader: DataLoader[Any]) -> None:
 
 
 def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader. Opening it leaves the generator that training uses unchanged."""
+    """Yield the batches of a loader. Opening the loader does not advance the generator that training uses."""
     before = torch.get_rng_state()
     batches = iter(loader)
     torch.set_rng_state(before)
@@ -279,26 +279,26 @@ def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class PredictionLoader:
-    """The batches of one worker, for one prediction after the other.
+    """Loads one worker's batches for successive predictions.
 
     Args:
-        collate_fn: Returns the function that makes batches of samples, if the data has none.
-        make_batch: Makes batches of arrays.
+        collate_fn: Returns the function that creates batches from samples, if the data has none.
+        make_batch: Creates batches from arrays.
     """
 
     def __init__(self, collate_fn: Callable[[], Any], make_batch: AsBatch = as_batch) -> None:
         self._collate_fn, self._make_batch = collate_fn, make_batch
         self._key: str | None = None
-        self._indices: list[list[int]] = []  # a loader with processes lives on between rounds, and reads them here
+        self._indices: list[list[int]] = []  # a loader persists between rounds and reads them here
         self._loader: DataLoader[Any] | None = None
 
     def batches(self, request: PredictRequest, work: Work, make_loader: Any) -> Iterator[tuple[Any, int]]:
-        """Yield the batches of a round, and the number of rows of each.
+        """Yield the batches of a round, each with its number of rows.
 
         Args:
             request: The round.
-            work: This worker's part of it.
-            make_loader: Makes a loader over the rows of a dataset; None except in the first round over one.
+            work: This worker's part of the round.
+            make_loader: Creates a loader over the rows of a dataset. Passed only in the first round over a dataset.
         """
         if request.key != self._key:
             self.close()
@@ -315,7 +315,7 @@ class PredictionLoader:
             self.close()
 
     def close(self) -> None:
-        """Release the dataset and the processes that load it."""
+        """Release the dataset and its loader processes."""
         self._key = self._loader = None
 
 
@@ -326,12 +326,12 @@ def _loader_to_predict(
     if options.get("num_workers"):
         options["worker_init_fn"] = ending_with_parent(options["worker_init_fn"])
         options["persistent_workers"] = True
-    generator = torch.Generator()  # else it would draw from the one that training uses
+    generator = torch.Generator()  # otherwise it would draw from the global generator, which training uses
     return DataLoader(dataset, batch_sampler=indices, generator=generator, **options)
 
 
 def plain(value: Any) -> Any:
-    """Turn a tensor into an array, and return other values unchanged. NumPy has no bfloat16: it becomes float32."""
+    """Convert a tensor to an array. Return other values unchanged. bfloat16, which NumPy lacks, becomes float32."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach().cpu()

@@ -1,4 +1,4 @@
-"""Loaders as the data of one replica: picks a source for each loader, and keeps the order equal on all ranks."""
+"""Loaders as the data of one replica: picks a source for each loader, and keeps the order the same on all ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.ray_tensors import as_batch
 from raysgd.torch.data.sampling import ShardedLoader, UndividedLoader, seed_of
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.ranks import Ranks
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.ranks import RankSums
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.prediction import AsBatch
 from raysgd.trainer.worker.data import feed
@@ -37,23 +37,23 @@ from raysgd.trainer.worker.data.feed import has_divided_source
 logger = logging.getLogger(__name__)
 
 
-class TorchFeed(feed.Feed):
-    """Hands out the streams over loaders.
+class TorchFeed(feed.DataFeed):
+    """Opens batch streams over loaders.
 
     Args:
         data_of: Returns the data registered under "train" or "validation".
-        parallel: Keeps the replicas equal.
+        parallel: Strategy that keeps the replicas in sync.
         world_size: Number of replicas.
         undo: Called before a batch of padding in training; returns a function that undoes the batch's side effects.
         rank: This replica's rank.
-        rule: Rule that divides loaders by global batches; None if the batch size is per worker.
-        make_batch: Makes batches of arrays that a call brings.
+        rule: Rule for sharding loaders by global batches; None if the batch size is per worker.
+        make_batch: Creates batches from arrays that a call passes.
     """
 
     def __init__(
         self,
         data_of: Callable[[str], ShardedLoader | UndividedLoader | StreamData | None],
-        parallel: NoParallel,
+        parallel: Strategy,
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
@@ -65,11 +65,11 @@ class TorchFeed(feed.Feed):
         self._parallel = parallel
         self.rule = rule
         self._make_batch = make_batch
-        self._group = Ranks(parallel, rank, world_size)
+        self._group = RankSums(parallel, rank, world_size)
         self._undo = undo
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> RankSums:
         return self._group
 
     @property
@@ -97,7 +97,7 @@ class TorchFeed(feed.Feed):
         return call_data.batches_of(self.data_of_call[name], self.collate_fn(name), self._make_batch)
 
     def collate_fn(self, name: str) -> Any:
-        """Return the `collate_fn` of the loader under "train" or "validation"; if it has none, that of the other."""
+        """Return the `collate_fn` of the loader under "train" or "validation", or else that of the other loader."""
         other = "train" if name == "validation" else "validation"
         return call_data.collate_fn_of(getattr(self._data_of(each), "loader", None) for each in (name, other))
 
@@ -132,15 +132,15 @@ class TorchFeed(feed.Feed):
         return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
 
     def take_place(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
-        """Divide the data again, for a rank in a group of another size.
+        """Reshard the data for a rank in a group of another size.
 
         Args:
             rank: The new rank.
             size: Size of the group.
             batch_size: This worker's new share of a global batch, in samples; None if unknown.
-            instead_of: The share before. Loaders with another batch size keep theirs.
+            instead_of: This worker's previous share. Loaders with another batch size keep that size.
         """
-        self._group = Ranks(self._parallel, rank, size)
+        self._group = RankSums(self._parallel, rank, size)
         self._of_call = None, None
         self._left_to_validate = None
         for name in ("train", "validation"):
@@ -181,6 +181,6 @@ class TorchFeed(feed.Feed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Stand in for a loader that was not registered, and raise only once it is used."""
+    """Stand in for a loader that was not registered. Raise only when iterated over."""
     way_out = ", or pass `dataset` to `train`." if name == "train" else " before you call `validate`."
     raise NoDataError(f"`{name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")

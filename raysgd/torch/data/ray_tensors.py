@@ -1,4 +1,4 @@
-"""Ray Data arrays and batches as tensors."""
+"""Converts arrays and batches of Ray Data to tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from raysgd.core.arrays.ray_batches import BatchForm, formed, stacked
 
 
 def as_batch(arrays: Any, form: BatchForm, models: Iterable[torch.nn.Module] = ()) -> Any:
-    """Return a batch for an operator: tensors in the structure of the arrays, or the columns that the form names.
+    """Return a batch for an operator: tensors in the arrays' structure, or only the columns that `form` names.
 
     Args:
         arrays: The arrays.
         form: Form of the batch.
-        models: Models that get the batch. Floating-point numbers get the dtype of the first floating-point parameter.
+        models: Models that get the batch. Floating-point values get the dtype of the first floating-point parameter.
     """
     dtypes = (each.dtype for model in models for each in model.parameters() if each.is_floating_point())
     return formed(trees.mapped(arrays, partial(as_tensor, dtype=next(dtypes, None))), form, _joined)
 
 
 def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return an array as a tensor; text stays an array.
+    """Convert an array to a tensor. Arrays without numbers, such as strings, are returned unchanged.
 
-    Floating-point numbers become `dtype`, if given; without it, float64 becomes PyTorch's default dtype.
+    Floating-point values are converted to `dtype` if it is given. Otherwise, float64 becomes PyTorch's default dtype.
     """
     values = stacked(values)
     if values.dtype.kind not in "biuf":
@@ -38,5 +38,5 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
-    """Return the columns side by side; a column of single numbers is one wide."""
+    """Concatenate the columns. A column of scalars becomes one column wide."""
     return torch.cat([column.unsqueeze(1) if column.ndim == 1 else column for column in columns], dim=1)

@@ -1,14 +1,14 @@
 """The order in which a pass visits the samples: the dataset's own, shuffled, or drawn by a user's sampler.
 
-Each order is a function of a seed and the index of the pass, so all ranks arrive at the same one by themselves.
+Each order is a function of a seed and the index of the pass, so every rank computes the same order on its own.
 
-A shuffled range of large data is computed where it is read, and never stored. So opening it costs nothing, and neither
-does reading from the middle. Each number is written as row and column of a table that is about square. In turns, one of
-the two is shifted by a hash of the other. Each shift can be undone, so different numbers stay different (a Feistel
-network). A number that lands past the end of the range, in the last row, is moved again until it is inside (cycle
-walking).
+For large data, a shuffled range is computed as it is read and never stored. So opening it costs nothing, and neither
+does reading from the middle. Each number is written as the row and column of a roughly square table. In turns, the row
+or the column is shifted by a hash of the other. Each shift is invertible, so different numbers stay different (a
+Feistel network). A number that ends up past the end of the range, in the last row, is sent through the network until it
+is inside (cycle walking).
 
-ADR 2 says why the loader's own order is kept, and why large data is shuffled in another way.
+ADR 2 explains why the loader's own order is kept, and why large data is shuffled differently.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _READ_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Permutation(Sequence[int]):
-    """The numbers from 0 to `length - 1`, each once, in an order that depends on the seed alone.
+    """A permutation of the numbers from 0 to `length - 1` that depends only on the seed.
 
     It is the same on every machine.
 
     Attributes:
         length: Number of numbers.
-        seed: Text that the order is derived from.
+        seed: String from which the order is derived.
 
     Examples:
         >>> numbers = Permutation(10, seed="7")
@@ -69,7 +69,7 @@ class Permutation(Sequence[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
-        """Return the number at a place, or the numbers at the places of a slice."""
+        """Return the number at a position, or the numbers at the positions of a slice."""
         places = range(self.length)[index]
         if isinstance(places, int):
             return int(self.at(np.array([places], np.uint64))[0])
@@ -82,14 +82,14 @@ class Permutation(Sequence[int]):
             yield from self[start : start + _READ_AT_ONCE]
 
     def at(self, places: Numbers) -> Numbers:
-        """Return the numbers at these places, which must be from 0 to `length - 1`."""
+        """Return the numbers at these positions, which must be from 0 to `length - 1`."""
         numbers = self._moved(places)
         while (outside := numbers >= self.length).any():
             numbers[outside] = self._moved(numbers[outside])
         return numbers
 
     def _moved(self, numbers: Numbers) -> Numbers:
-        """Send numbers once through the network, which maps the whole table onto itself."""
+        """Send numbers through the network once. The network maps the table onto itself."""
         one, other = np.divmod(numbers, self._width)
         size, other_size = self._height, self._width
         for key in self._keys:
@@ -112,7 +112,7 @@ class Permutation(Sequence[int]):
 
 
 def _hashed(numbers: Numbers, key: np.uint64) -> Numbers:
-    """Return a hash of 32 bits for each number. Overflow past 64 bits is dropped on the way."""
+    """Return a 32-bit hash of each number. Intermediate overflow past 64 bits is dropped."""
     mixed = (numbers ^ key) * _FIRST
     mixed ^= mixed >> _HALF
     mixed *= _SECOND
@@ -121,16 +121,16 @@ def _hashed(numbers: Numbers, key: np.uint64) -> Numbers:
 
 
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
-"""Order of one pass: anything with `len` and slices. A tensor takes a quarter of a list's memory."""
+"""Order of one pass: any object with `len` and slices. A tensor takes a quarter of a list's memory."""
 
 
 @dataclass(frozen=True)
 class JoinedBatches(Sequence[Any]):
-    """The samples of batches of any sizes, in a row.
+    """The concatenated samples of batches of any sizes.
 
     Attributes:
         samples: The samples.
-        bounds: Positions where the batches begin, and where the last one ends.
+        bounds: Positions at which the batches start, then the position at which the last batch ends.
     """
 
     samples: Sequence[Any]
@@ -159,7 +159,7 @@ class SequentialOrder:
     num_samples: int
 
     def indices(self, seed: int, pass_index: int) -> range:
-        """Return the indices of the dataset in their own order, whatever the seed and the pass are."""
+        """Return the dataset's indices in ascending order, regardless of the seed and the pass."""
         return range(self.num_samples)
 
 
@@ -169,8 +169,8 @@ class ShuffledOrder:
 
     Attributes:
         num_samples: Number of samples in a pass.
-        drawn_below: With fewer samples than this, the whole permutation is drawn when a pass begins; else it is
-            computed where it is read.
+        drawn_below: With fewer samples than this, the whole permutation is drawn when a pass starts. Otherwise, it is
+            computed as it is read.
     """
 
     name = "shuffled"
@@ -178,29 +178,29 @@ class ShuffledOrder:
     drawn_below: int = _DRAWN_BELOW
 
     def indices(self, seed: int, pass_index: int) -> Indices:
-        """Return the permutation of this pass, without using or changing any global random state."""
+        """Return the permutation of this pass. Does not use or change any global random state."""
         if self.num_samples >= self.drawn_below:
             return Permutation(self.num_samples, seed=f"{seed}/{pass_index}")
         generator = torch.Generator("cpu").manual_seed(seed_of(seed, pass_index))
-        # On the CPU whatever `torch.set_default_device` says: the indices are needed where the data is.
+        # Always on the CPU, regardless of `torch.set_default_device`, because the data is indexed on the CPU.
         return torch.randperm(self.num_samples, generator=generator, device="cpu")
 
 
 @dataclass(frozen=True)
 class SamplerOrder:
-    """The order that a user's own sampler draws.
+    """The order that a user's sampler draws.
 
-    The sampler is drawn once per pass. Before that, the generators of torch, `random` and NumPy, and the sampler's own
-    `generator` of torch, are seeded from the seed and the pass index; afterwards they get their state back. A sampler
-    with `set_epoch` is told the pass index first. Any other kind of randomness may give each rank another order, which
-    the ranks notice.
+    The sampler is drawn once per pass. Before that, the global generators of PyTorch, `random` and NumPy, and the
+    sampler's own PyTorch `generator`, are seeded from the seed and the pass index. Their states are restored
+    afterwards. If the sampler has `set_epoch`, it is first called with the pass index. Any other source of randomness
+    may give each rank a different order, which the ranks detect.
     """
 
     sampler: Any
 
     @property
     def num_samples(self) -> int:
-        """Length that the sampler announces now."""
+        """The sampler's current length."""
         return len(self.sampler)
 
     @property
@@ -211,10 +211,10 @@ class SamplerOrder:
     def indices(self, seed: int, pass_index: int) -> Indices:
         """Return the sampler's indices for this pass: an array, or a list if they are not integers.
 
-        If a sampler draws fewer than its length, the pass is that much shorter.
+        If a sampler draws fewer indices than its length, the pass is shorter accordingly.
 
         Raises:
-            ValueError: The sampler draws more than its length, perhaps without end.
+            ValueError: The sampler draws more indices than its length, perhaps endlessly.
         """
         limit = len(self.sampler)
         holders = (self.sampler, getattr(self.sampler, "sampler", None))
@@ -231,14 +231,14 @@ class SamplerOrder:
         return _compact(drawn)
 
     def is_repeatable(self, seed: int) -> bool:
-        """Return True if the sampler draws the same again for the same pass."""
+        """Return True if the sampler draws the same order when it is drawn twice for the same pass."""
         first, again = (self.indices(seed, 0) for _ in range(2))
         return first == again
 
 
 @dataclass(frozen=True)
 class BatchesOrder(SamplerOrder):
-    """The order of the samples in the batches that a user's batch sampler draws. Its length counts batches."""
+    """The order of the samples in the batches of a user's batch sampler. The sampler's length counts batches."""
 
     def indices(self, seed: int, pass_index: int) -> JoinedBatches:
         """Return the samples of the batches that the batch sampler draws in this pass."""
@@ -248,16 +248,16 @@ class BatchesOrder(SamplerOrder):
 
 
 SampleOrder: TypeAlias = SequentialOrder | ShuffledOrder | SamplerOrder
-"""The order in which a pass visits the samples: a function of seed and pass index, and nothing else.
+"""The order in which a pass visits the samples: a pure function of seed and pass index.
 
-So every rank, even a worker that joins in the middle of a pass, arrives at the same order on its own. Each order has a
-name for its kind, the same on every rank.
+So every rank computes the same order on its own, even a worker that joins in the middle of a pass. Each type of order
+has a name, the same on every rank.
 """
 
 
 def order_of(sampler: Any) -> SampleOrder:
-    """Return the order of a sampler: the dataset's own, shuffled, or whatever the sampler draws."""
-    # Exact types: a subclass may draw anything.
+    """Return the order of a sampler: sequential, shuffled, or whatever the sampler draws."""
+    # Compare exact types, because a subclass may draw anything.
     if type(sampler) is SequentialSampler:
         return SequentialOrder(len(sampler))
     if type(sampler) is RandomSampler and _draws_each_once(sampler):
@@ -270,7 +270,7 @@ def _draws_each_once(sampler: RandomSampler) -> bool:
 
 
 def length_of(sized: Any) -> int | None:
-    """Return the length of a loader, a dataset or a sampler; None if it has none."""
+    """Return the length of a loader, a dataset or a sampler; None if it has no length."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -278,24 +278,24 @@ def length_of(sized: Any) -> int | None:
 
 
 def divides_data(sampler: Any) -> bool:
-    """Return True if a sampler already gives each rank a part of the samples."""
-    # Many samplers work like torch's DistributedSampler and use its names without deriving from it.
+    """Return True if a sampler already gives each rank a shard of the samples."""
+    # Many samplers work like PyTorch's DistributedSampler and use its attribute names without subclassing it.
     by_name = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
     return by_name or isinstance(sampler, DistributedSampler)
 
 
 def _compact(drawn: list[Any]) -> Sequence[Any]:
     if any(isinstance(each, torch.Tensor) and each.ndim for each in drawn[:1]):
-        return drawn  # batches: an array would turn a tensor with one number into that number
+        return drawn  # batches: an array would convert a one-element tensor to a number
     try:
         return array("q", drawn)
     except (TypeError, OverflowError):
-        return drawn  # keys, tuples or integers beyond 64 bits, for datasets that use them
+        return drawn  # keys, tuples or integers beyond 64 bits
 
 
 @contextmanager
 def _seeded(seed: int, own: Any) -> Iterator[None]:
-    """Seed the global generators, and a sampler's own torch generator, for the duration of the block."""
+    """Seed the global generators, and a sampler's own PyTorch generator, inside the context."""
     drawn, own = rng.capture(), own if isinstance(own, torch.Generator) else torch.Generator()
     state = own.get_state()
     try:

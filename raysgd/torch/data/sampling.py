@@ -1,8 +1,8 @@
-"""Division of a user's loader over the workers: it is rebuilt around our batch sampler, or left alone for a reason.
+"""Shards a user's loader over the workers by rebuilding it around our batch sampler, or gives a reason not to.
 
-Its loader processes end with their worker; PyTorch alone would only check for that every 5 s.
+Loader processes end with their worker. PyTorch alone would check for that only every 5 s.
 
-ADR 2 says why the loader's own order is kept.
+ADR 2 explains why the loader's own order is kept.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShardedLoader:
-    """A user's loader, rebuilt so that each rank loads its share.
+    """A user's loader, rebuilt so that each rank loads its shard.
 
     Attributes:
         loader: Has the dataset and options of the user's loader, and `sampler` as its `batch_sampler`.
-        sampler: Begins passes and follows changes of the group.
-        own_sampler: The user's sampler of samples or whole batches.
-        seed_hint: The user's seed, as far as this worker knows. One rank's seed must be used on all ranks.
+        sampler: Starts passes over the data and follows changes of the group.
+        own_sampler: The user's sampler, which yields samples or whole batches.
+        seed_hint: The user's seed, as far as this worker knows. All ranks must use the seed of one rank.
         num_samples: Number of samples in a pass, over all ranks.
-        signature: Must be equal on all ranks, so that they divide the same data.
+        signature: Description of the data. It must be identical on all ranks, so that they shard the same data.
     """
 
     loader: DataLoader[Any]
@@ -52,18 +52,18 @@ class ShardedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Batch size of the sampler; None if a user's batch sampler decides the sizes."""
+        """Batch size of the sampler; None if a user's batch sampler determines the sizes."""
         return None if isinstance(self.sampler.order, BatchesOrder) else self.sampler.batch_size
 
 
 @dataclass(frozen=True)
 class UndividedLoader:
-    """A loader that is used unchanged: every rank iterates over everything that it yields.
+    """A loader that is used unchanged. Every rank iterates over all batches of the loader.
 
     Attributes:
         loader: The user's object.
-        reason: Why it was left alone, as a phrase for a log message.
-        warn: True if the user may have expected something else.
+        reason: Why the loader is not sharded, as a phrase for a log message.
+        warn: True if the user may have expected a sharded loader.
     """
 
     loader: Any
@@ -72,7 +72,7 @@ class UndividedLoader:
 
     @property
     def divides_data(self) -> bool:
-        """True if the loader divides the data itself."""
+        """True if the loader already shards the data."""
         return self.reason == _DIVIDES
 
 
@@ -85,24 +85,25 @@ def shard_loader(
     pin_memory: bool = False,
     rule: GlobalBatchRule | None = None,
 ) -> ShardedLoader | UndividedLoader:
-    """Rebuild a map-style `DataLoader` so that the group divides its samples, or return why it is left alone.
+    """Rebuild a map-style `DataLoader` so that the group shards its samples, or return it unchanged with a reason.
 
-    The loader's own order is kept. A sequential order stays sequential over many workers, a shuffled order is shuffled
-    in each pass, and a user's sampler draws the global order. `batch_size` is that of one worker. With `rule`, it is
-    that of all workers together, and each batch of a user's batch sampler is a global one.
+    The loader's own order is kept. A sequential order stays sequential over many workers, a shuffled order is
+    reshuffled in each pass, and a user's sampler draws the global order. `batch_size` is the batch size of one worker.
+    With `rule`, it is the batch size of all workers together, and each batch of a user's batch sampler is a global
+    batch.
 
-    All loading options are kept except `in_order=False`: a batch that overtakes another would be counted for the wrong
+    All loading options are kept except `in_order=False`. A batch that overtakes another would be counted for the wrong
     step, so batches arrive in order, and a warning says so.
 
     Args:
         loader: The registered object.
         rank: This worker's rank.
         world_size: Size of the group.
-        training: True pads ranks without samples in the last step, so that all can take part in the gradient exchange.
-            False gives them no batch, so that evaluation uses every sample once.
+        training: True to give padding to ranks without samples in the last step, so that all ranks can take part in the
+            gradient all-reduce. False to give these ranks no batch, so that evaluation uses every sample once.
         pin_memory: True to put batches into pinned memory, from which a GPU can copy them while it computes, even if
             the user's loader does not.
-        rule: Division of global batches of a fixed size.
+        rule: How to shard global batches of a fixed size.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.
@@ -145,8 +146,8 @@ def _has_own_iteration(loader: DataLoader[Any]) -> bool:
 
 
 def _own_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of samples, or of whole batches."""
-    # Not `loader.sampler`, which is only a default if the user passed `batch_sampler=BatchSampler(...)`.
+    """Return the user's sampler, which yields samples or whole batches."""
+    # `loader.sampler` is only a default if the user passed `batch_sampler=BatchSampler(...)`.
     batches: Any = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else batches
 
@@ -159,8 +160,8 @@ def _divides(loader: DataLoader[Any]) -> bool:
 _DIVIDES = "its sampler divides the data"
 
 
-# Conditions under which a loader is left alone, the reasons, and True if the user may have expected otherwise. Each
-# test may rely on those before it.
+# Conditions under which a loader is not sharded, the reasons, and whether the user may have expected otherwise. Each
+# condition may rely on the conditions before it.
 _RULES: tuple[tuple[Callable[[Any], bool], str, bool], ...] = (
     (lambda loader: not isinstance(loader, DataLoader), "not a torch DataLoader", False),
     (lambda loader: isinstance(loader.dataset, IterableDataset), "its dataset is iterable", False),
@@ -190,7 +191,7 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
 
 
 def seed_of(loader: Any, seed: int) -> int:
-    """Return the seed of the samples' order: that of a generator in the user's loader, or else `seed`."""
+    """Return the seed of the sample order: the seed of a generator in the user's loader, or else `seed`."""
     batches = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     generators = (getattr(holder, "generator", None) for holder in holders)
@@ -210,12 +211,12 @@ _KEPT_OPTIONS = (
 
 
 def kept_options(loader: Any, *more: str) -> dict[str, Any]:
-    """Return the loading options of a user's `DataLoader`, for another loader over the same dataset."""
+    """Return the loading options of a user's `DataLoader`, to create another loader over the same dataset."""
     return {name: getattr(loader, name) for name in (*_KEPT_OPTIONS, *more)}
 
 
 def ending_with_parent(user_function: Callable[[int], None] | None) -> Callable[[int], None]:
-    """Return a `worker_init_fn` that calls the user's own, and ends the loader process with its parent."""
+    """Return a `worker_init_fn` that calls the user's function and makes the loader process end with its parent."""
     return partial(_begin_process, user_function)
 
 
@@ -226,9 +227,9 @@ def _begin_process(user_function: Callable[[int], None] | None, worker_id: int) 
 
 
 class SeededRows(Dataset[Any]):
-    """A map-style dataset that returns whole batches, and seeds the generators for each batch.
+    """A map-style dataset that returns whole batches and seeds the random number generators for each batch.
 
-    This also covers random numbers in `collate_fn`. Other attributes are those of the wrapped dataset.
+    This also covers random numbers in `collate_fn`. Other attributes are delegated to the wrapped dataset.
 
     Args:
         dataset: The user's dataset.

@@ -1,1 +1,1 @@
-"""The driver's part of `TorchTrainer`: checks of arguments and answers, and files."""
+"""The driver's part of `TorchTrainer`: checks of arguments and of workers' results, and files."""

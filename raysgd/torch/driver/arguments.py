@@ -1,7 +1,8 @@
 """Defaults and checks of `TorchTrainer`'s arguments, before anything starts.
 
-Every check raises `ValueError` or `TypeError`, and says what was passed, what is allowed, and what to do. The settings
-check each option by itself. This module checks combinations of options, and options that only the driver can check.
+Every check raises `ValueError` or `TypeError`, with a message that says what was passed, what is allowed, and what to
+do. The settings classes check individual options. This module checks combinations of options, and options that only the
+driver can check.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(num_workers: int, use_local: Any) -> None:
-    """Check that workers can form a group: the driver's worker is in the cluster, and PyTorch has collectives."""
+    """Check that workers can form a group.
+
+    With `use_local`, the driver must be in the cluster. Several workers need `torch.distributed`.
+    """
     if use_local:
         _check_use_local(num_workers)
     if num_workers > 1 and not torch.distributed.is_available():
@@ -64,18 +68,18 @@ def check_operator_class(operator_cls: Any) -> None:
 
 
 def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = False, global_option: str = "") -> None:
-    """Check that a dataset can be divided over the workers.
+    """Check that a dataset can be sharded over the workers.
 
     Args:
-        dataset: The dataset of a call; None for the registered data.
+        dataset: The dataset passed to a call; None for the registered data.
         name: Name of the argument.
         steps_apart: True if the workers do not step together.
-        global_option: The trainer's option for global batches, which need data that can be divided by samples; empty
-            if there is none.
+        global_option: The trainer's option for global batches, which require data that can be sharded by samples; empty
+            without such an option.
 
     Raises:
-        TypeError: The dataset is of an unknown kind.
-        ValueError: It cannot be divided by samples, or not for workers that do not step together.
+        TypeError: The dataset's type is not supported.
+        ValueError: The dataset cannot be sharded by samples, or not for workers that do not step together.
     """
     if dataset is None:
         return
@@ -99,7 +103,7 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
 
 
 def resolve_use_gpu(use_gpu: bool | str) -> bool:
-    """Return True to use GPUs. "auto" does so if the driver's PyTorch sees one."""
+    """Return True to use GPUs. "auto" uses them if the driver's PyTorch can."""
     available = torch.cuda.is_available()
     if isinstance(use_gpu, str) and use_gpu == "auto":
         return available
@@ -110,7 +114,7 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
 
 
 def warn_of_unused_gpus(use_gpu: bool | str) -> None:
-    """Warn if "auto" uses no GPUs, because the driver has none, but the nodes have some."""
+    """Warn if "auto" uses no GPUs because the driver has none, although the cluster's nodes have some."""
     if use_gpu == "auto" and not torch.cuda.is_available() and (found := num_gpus()):
         logger.warning(
             'the nodes have %g GPUs, and training runs on CPUs: `use_gpu="auto"` goes by the driver, which has none. '
@@ -120,7 +124,7 @@ def warn_of_unused_gpus(use_gpu: bool | str) -> None:
 
 
 def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
-    """Refuse numbers of GPUs that Ray cannot reserve, and NCCL on a GPU that workers share."""
+    """Reject numbers of GPUs that Ray cannot reserve, and NCCL on a GPU that workers share."""
     if (
         not is_number(num_gpus_per_worker)
         or num_gpus_per_worker <= 0
@@ -147,7 +151,7 @@ def resolve_backend(backend: str, use_gpu: bool) -> str:
 
 
 def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
-    """Refuse options that do not work with `backend="horovod"`, and the backend if Horovod is missing."""
+    """Reject options that do not work with `backend="horovod"`. Raise if Horovod is not installed."""
     hvd = import_horovod()
     if precision == "apex":
         raise ValueError(
@@ -167,14 +171,14 @@ def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
 
 
 def resolve_timeout(timeout_s: float | None, backend: str) -> float:
-    """Return the seconds that a collective may take: the argument, or the default of the backend."""
+    """Return the timeout of a collective in seconds: the argument, or the default of the backend."""
     if timeout_s is not None:
         return timeout_s
     return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
 
 
 def check_spares(group: GroupSettings, strategy: str) -> None:
-    """Refuse spare workers if they could not replace a lost worker."""
+    """Reject spare workers if they could not replace a lost worker."""
     group.refuse_spares(
         ((strategy != "ddp", f'`strategy="{strategy}"`'), (group.backend == "horovod", '`backend="horovod"`')),
         'workers outside the driver, `Recovery(in_place=True)`, and `strategy="ddp"` on gloo or NCCL',
@@ -188,7 +192,7 @@ def outlives_its_process(options: Mapping[str, Any]) -> bool:
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
-    """Refuse an invalid batch size in the config. Warn if it must be divided evenly and cannot be."""
+    """Reject an invalid batch size in the config. Warn if it is not divisible by the number of workers."""
     config = settings.config
     if BATCH_SIZE not in config:
         return
@@ -205,7 +209,7 @@ STRATEGIES = ("ddp", "fsdp", "none")
 
 
 def resolve_strategy(strategy: str | None, wrap_ddp: bool) -> str:
-    """Return the strategy that the newer argument `strategy` or the older `wrap_ddp` names."""
+    """Return the strategy that the newer argument `strategy` or the older argument `wrap_ddp` selects."""
     refuse_text(wrap_ddp=wrap_ddp)
     if strategy is None:
         return "ddp" if wrap_ddp else "none"
@@ -230,11 +234,11 @@ _OTHER_FSDP = {
     "mixed_precision": "Pass `mp_policy`.",
     "cpu_offload": "Pass `offload_policy`.",
 }
-"""Arguments of PyTorch's first FSDP, with what to do instead."""
+"""Arguments of PyTorch's FSDP1, and what to do instead."""
 
 
 def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
-    """Return the options of FSDP. Refuse unknown or invalid ones, and any for another strategy."""
+    """Return the options of FSDP. Reject unknown or invalid options, and any options for another strategy."""
     if strategy_options is None:
         return FSDPOptions()
     if not isinstance(strategy_options, Mapping):
@@ -263,7 +267,7 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
 
 
 def check_global_batches(settings: TorchSettings) -> None:
-    """Refuse global batches if the data would not be divided by samples, or gradients not weighted by shares."""
+    """Reject global batches if data would not be sharded by samples, or gradients not weighted by sample counts."""
     strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
     way_out = 'it divides data that `strategy="ddp"` on gloo or NCCL trains on. Use that, or omit it'
     settings.batch_options.refuse_with(
@@ -301,7 +305,7 @@ def check_global_batches(settings: TorchSettings) -> None:
 
 
 def check_combination(settings: TorchSettings) -> None:
-    """Refuse options that do not work together, by name."""
+    """Reject combinations of options that do not work together. The message names them."""
     precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy
     step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
     check_global_batches(settings)
@@ -367,10 +371,10 @@ _CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_cr
 
 
 def refuse_other_name(given: Mapping[str, Any]) -> None:
-    """Refuse an operator class that was passed under a wrong name.
+    """Reject an operator class that was passed under a wrong name.
 
     Raises:
-        TypeError: There is one.
+        TypeError: An operator class was passed under a wrong name.
     """
     for name, value in given.items():
         if isinstance(value, type) and issubclass(value, TrainingOperator):
@@ -378,10 +382,10 @@ def refuse_other_name(given: Mapping[str, Any]) -> None:
 
 
 def take_creators(given: dict[str, Any]) -> None:
-    """Refuse creator functions, which older versions accepted.
+    """Reject creator functions, which older versions accepted.
 
     Raises:
-        DeprecationWarning: One was passed.
+        DeprecationWarning: A creator function was passed.
     """
     if any([given.pop(name, None) for name in _CREATORS]):
         raise DeprecationWarning(
@@ -391,10 +395,10 @@ def take_creators(given: dict[str, Any]) -> None:
 
 
 def take_others(given: dict[str, Any]) -> Any:
-    """Refuse all other retired arguments. Return `serialize_data_creation`, which has no effect.
+    """Reject all other retired arguments. Return `serialize_data_creation`, which has no effect.
 
     Raises:
-        DeprecationWarning: One was passed.
+        DeprecationWarning: A retired argument was passed.
     """
     _take(given, "num_replicas", "use `num_workers`")
     _take(

@@ -1,4 +1,4 @@
-"""Checks of all workers' answers to a call of `train` or `validate`, in the driver."""
+"""Checks of the results that all workers return from a call of `train` or `validate`, in the driver."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_alike(answers: Sequence[EpochAnswer]) -> None:
-    """Check that replicas that step together did the same, in the same order, and have equal weights.
+    """Check that replicas that step together did the same work in the same order, and have equal weights.
 
     Raises:
-        UnevenStepsError: They did different things.
-        RanksDifferError: Their weights differ.
+        UnevenStepsError: The replicas did different work.
+        RanksDifferError: The replicas' weights differ.
     """
     counts = [answer.num_steps for answer in answers]
     if len(set(counts)) > 1:
@@ -34,7 +34,7 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
 
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
-    """Warn if no worker had any batch, although the call should have some."""
+    """Warn if no worker had a batch, although the call should have batches."""
     counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
     if num_steps != 0 and counts == {0}:
         logger.warning(

@@ -1,4 +1,4 @@
-"""Loading of parts of a file, such as the weights alone, with a report of what did not fit."""
+"""Loads parts of a file, such as only the weights, and reports what did not fit."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load` took from a file, and what did not fit.
+    """Report of what `load` took from a file, and what did not fit.
 
-    With several models, each name begins with the number of the model and a dot.
+    With several models, each name starts with the index of the model and a dot.
 
     Attributes:
         parts: The parts that were loaded.
-        missing: Names of weights that the file lacks. These keep their values.
+        missing: Names of weights that the file lacks. These weights keep their values.
         unexpected: Names in the file that no model has.
-        mismatched: Names whose shapes differ, with the shapes in the file and in the model. These keep their values.
+        mismatched: Names whose shapes differ, with the shapes in the file and in the model. These weights keep their
+            values.
         num_loaded: Number of weights that were loaded.
     """
 
@@ -47,7 +48,7 @@ class LoadReport:
 
     @property
     def is_complete(self) -> bool:
-        """True if every name was loaded."""
+        """True if the names and shapes in the file match those of the models."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
@@ -61,8 +62,8 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
     """Return the parts to load, in the order of `PARTS`; None for the whole file.
 
     Raises:
-        TypeError: `parts` is no sequence of names.
-        ValueError: A name is unknown, or there is none.
+        TypeError: `parts` is not a sequence of names.
+        ValueError: A name is unknown, or `parts` is empty.
     """
     checks.refuse_text(strict=strict)
     if parts is None:
@@ -84,9 +85,9 @@ def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str,
 
     Args:
         path: Path of the file or folder.
-        name: Name of it for errors.
+        name: Name of the file or folder in errors.
         weights_only: False to unpickle arbitrary objects.
-        held: Keeps the file open.
+        held: Keeps the file open until it is closed.
     """
     if divided_folder.is_folder(path):
         return divided_folder.opened(path, weights_only).read_whole()
@@ -98,13 +99,13 @@ def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str,
 def merged(
     snapshot: Snapshot, saved: Mapping[str, Any], parts: tuple[str, ...] | None, strict: bool
 ) -> tuple[dict[str, Any], LoadReport]:
-    """Return the current state with parts of a saved one, and a report.
+    """Return the current state with parts replaced from a file, and a report.
 
     Args:
         snapshot: The current state.
         saved: Content of the file.
-        parts: Parts to take from the file; None for the models.
-        strict: True to take all weights, so that loading the state raises if one does not fit.
+        parts: Parts to take from the file; None for only the models.
+        strict: True to take all weights, so that loading the state raises if one of them does not fit.
 
     Raises:
         KeyError: The file lacks a part.
@@ -127,7 +128,7 @@ def merged(
 
 
 def _names_left_out(state: Mapping[str, Any]) -> list[Collection[str]]:
-    """Return the names of each model's weights that the state leaves out, because `setup` makes them again."""
+    """Return the names of each model's weights that the state leaves out because `setup` recreates them."""
     parts = state[REMADE]["parts"] if REMADE in state else ()
     return [parts[index] if index < len(parts) else () for index in range(len(state["models"]))]
 
@@ -150,7 +151,7 @@ def _part(saved: Mapping[str, Any], part: str) -> Any:
 def _take_models(
     own: list[Any], saved: Any, strict: bool, parts: tuple[str, ...], left_out: Sequence[Collection[str]]
 ) -> LoadReport:
-    """Replace the models' states in `own` by saved ones. Without `strict`, take only the weights that fit."""
+    """Replace the models' states in `own` by the saved states. Without `strict`, take only the weights that fit."""
     if not isinstance(saved, list | tuple) or len(saved) != len(own):
         found = len(saved) if isinstance(saved, list | tuple) else f"a `{type(saved).__name__}` instead of"
         raise ValueError(f"The file holds {found} models, but the operator registered {len(own)}. Nothing was loaded.")

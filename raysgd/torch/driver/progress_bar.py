@@ -1,6 +1,7 @@
-"""The progress bar of `use_tqdm=True`: one for each call of `train`, with the words of the old library.
+"""The progress bar of `use_tqdm=True`: one bar for each call of `train`, with the labels of the old library.
 
-In a terminal or a notebook, it is cleared when the epoch ends. In a log file, it is one line at the end of the epoch.
+In a terminal or a notebook, the bar is cleared when the epoch ends. In a log file, it is a single line at the end of
+the epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from raysgd.core.numbers.results import CallProgress
 
 @contextmanager
 def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
-    """Show one epoch. The context gets a function to call with each new progress.
+    """Show the progress of one epoch. Yields a function to call with each new progress.
 
     Args:
         stream: Stream to draw on. Default: standard error.

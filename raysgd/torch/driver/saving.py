@@ -1,4 +1,4 @@
-"""Files of a `TorchTrainer`: saving in each format, and loading."""
+"""Saves and loads files of a `TorchTrainer`, in each format."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from raysgd.torch.hosting.replica_state import CRITERION, REMADE, as_in_file
 from raysgd.torch.objects import rng
 from raysgd.torch.objects.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner
-from raysgd.trainer.driver.keeping import FileSaves, load_into_all, load_snapshot_into_all
+from raysgd.trainer.driver.saving import FileSaves, load_into_all, load_snapshot_into_all
 from raysgd.trainer.worker.state.replica_state import RESUME
 from raysgd.trainer.worker.state.state_checks import check_parts, check_progress
 
 Content = tuple[dict[str, Any], tuple[Any, ...], bool]
-"""A state to load: the shared state, each rank's own state, and True if nothing is missing."""
+"""A state to load: the shared state, each rank's own state, and True if the state is complete."""
 
 
 def load_state(controller: ElasticController, state: dict[str, Any], held: ExitStack | None = None) -> None:
-    """Load a state from `state_dict` into the workers of a trainer. See `_load` for `held`.
+    """Load a state that `state_dict` returned into the workers of a trainer. See `_load` for `held`.
 
     Raises:
         ValueError, KeyError: The state does not fit. The workers are unchanged.
@@ -43,7 +43,7 @@ def load_state(controller: ElasticController, state: dict[str, Any], held: ExitS
 
 
 def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
-    """Load a snapshot of another trainer. The snapshot may be shared, and is not changed.
+    """Load a snapshot of another trainer. The snapshot may be shared and is not changed.
 
     Raises:
         ValueError, KeyError: The snapshot does not fit. The workers are unchanged.
@@ -60,7 +60,7 @@ def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
 
 
 def _load_folder(controller: ElasticController, path: str, weights_only: bool) -> None:
-    """Load the checkpoint folder of divided models. Workers with divided models read it themselves."""
+    """Load the checkpoint folder of sharded models. Workers with sharded models read the folder themselves."""
     folder = divided_folder.opened(path, weights_only)
     if not controller.facts[0].is_sharded:
         _load(controller, _checked(controller, folder.read_whole(), is_file=True))
@@ -75,7 +75,7 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     check_progress(state["epoch"], state.get(RESUME))
     resume = dict(as_in_file(state).get(RESUME) or {})
     rank_states = _checked_rank_states(resume.pop(RNG, ()))
-    # A file of as many ranks has everything: afterwards, it equals the state of the workers.
+    # A file saved by the same number of ranks is complete: after loading, it equals the workers' state.
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 
@@ -85,7 +85,7 @@ def _load(controller: ElasticController, content: Content, held: ExitStack | Non
     Args:
         controller: Controller of the workers.
         content: The state.
-        held: Keeps the file of the state open. Closed when the state is copied; raises if the file has changed.
+        held: Keeps the state's file open. Closed once the state is copied, which raises if the file has changed.
     """
     whole, rank_states, is_complete = content
     if controller.ensure_group().is_driver_only:
@@ -122,7 +122,7 @@ def check_format(name: Any) -> None:
 
     Raises:
         ValueError: The format is unknown.
-        ImportError: The format is "safetensors", which is not installed.
+        ImportError: The format is "safetensors", and safetensors is not installed.
     """
     if name not in ("torch", "safetensors"):
         guess = checks.did_you_mean(str(name), ("torch", "safetensors"))
@@ -138,12 +138,12 @@ def content_of(
 
     Args:
         snapshot: The state.
-        weights_only: True to refuse content that could only be loaded by running code.
+        weights_only: True to reject content that could only be loaded by running code.
         file_format: Format of the file.
         frozen: Frozen parameters that the state leaves out, to write them into the file; None to leave them out.
 
     Raises:
-        ValueError: A part of the state could not be loaded back.
+        ValueError: A part of the state could not be loaded from the file.
     """
     state = as_in_file(divided_state.whole(snapshot.shared_state, copy=False))
     if frozen is not None and REMADE in state:
@@ -156,7 +156,7 @@ def content_of(
 
 
 def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state with the frozen parameters that it leaves out."""
+    """Return the state, completed with the frozen parameters that it leaves out."""
     from raysgd.torch.objects.remade import completed
 
     models = [completed(*each) for each in zip(state["models"], tensors, strict=False)]
@@ -167,10 +167,10 @@ def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> d
 
 
 def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bool) -> None:
-    """Let each worker write its part of the state into a folder.
+    """Make each worker write its part of the state into a folder.
 
     Raises:
-        ValueError: A part of the state could not be loaded back.
+        ValueError: A part of the state could not be loaded from the folder.
         OSError: The folder could not be written.
     """
     with files.state_is_kept(), divided_folder.making(checkpoint) as folder:
@@ -197,15 +197,15 @@ def load(
 
     Args:
         checkpoint: Path or URI.
-        weights_only: True to refuse content that could run code.
-        parts: Parts of the state to load; None for all.
+        weights_only: True to reject content that could run code.
+        parts: Parts of the state to load; None for all parts.
         strict: True if all weights must fit.
         controller: Controller of the workers.
         saves: Records the file that was loaded.
-        take_snapshot: Returns the current state, which keeps the parts that are not loaded.
+        take_snapshot: Returns the current state, from which the parts that are not loaded are kept.
 
     Returns:
-        A report if only parts were loaded, otherwise None.
+        A report if only parts were loaded; otherwise None.
     """
     name = files.shown(checkpoint)
     with ExitStack() as held:

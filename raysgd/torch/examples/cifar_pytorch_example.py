@@ -1,7 +1,7 @@
 """Trains a ResNet on CIFAR-10.
 
-Data: CIFAR-10 in its binary version, from `~/data/cifar-10-batches-bin`; nothing is downloaded. In test mode, a few
-images of noise. The names here are imported by programs and tests in the wild.
+Data: CIFAR-10 in its binary version, from `~/data/cifar-10-batches-bin`. Nothing is downloaded. In test mode, a few
+images of noise. Existing programs and tests import the names here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NUM_TEST_IMAGES = 32
 
 
 def initialization_hook() -> None:
-    """Run in every worker before anything else: lets NCCL choose the network interface that has the route."""
+    """Run in every worker before anything else. Makes NCCL ignore the loopback and Docker network interfaces."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "^lo,docker0")
 
 
 class CifarTrainingOperator(TrainingOperator):
-    """A ResNet18 with stochastic gradient descent, whose learning rate falls in steps."""
+    """A ResNet18 with stochastic gradient descent and a stepwise decreasing learning rate."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = ResNet18(config)
@@ -46,7 +46,7 @@ class CifarTrainingOperator(TrainingOperator):
         )
 
     def prepare_batch(self, batch: Any) -> Any:
-        """Mirror some of the images that are trained on, and scale all."""
+        """Normalize the images. In training, also mirror about half of them."""
         images, labels = batch
         if self.model.training:
             is_mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
@@ -72,7 +72,7 @@ def _load_data(config: dict[str, Any]) -> tuple[TensorDataset, TensorDataset]:
 
 
 def _read(files: list[Path]) -> TensorDataset:
-    """Images of three bytes a pixel behind one byte of label each."""
+    """Read images, each stored as one byte for the label followed by three bytes per pixel."""
     rows = np.concatenate([np.fromfile(file, dtype=np.uint8) for file in files]).reshape(-1, 1 + 3 * 32 * 32)
     images = torch.from_numpy(rows[:, 1:].reshape(-1, 3, 32, 32))
     return TensorDataset(images, torch.from_numpy(rows[:, 0].astype(np.int64)))
@@ -81,14 +81,14 @@ def _read(files: list[Path]) -> TensorDataset:
 def train_cifar(
     test_mode: bool = False, num_workers: int = 1, use_gpu: bool = False, num_epochs: int = 5, fp16: bool = False
 ) -> dict[str, Any]:
-    """Train, validate after each epoch, print, and return the last validation.
+    """Train, validate after each epoch, print the metrics, and return those of the last validation.
 
     Args:
-        test_mode: One epoch on a few images of noise: only to see that it runs.
+        test_mode: True to train for one epoch on a few images of noise, as a smoke test.
         num_workers: Number of workers.
-        use_gpu: Whether each gets a GPU.
+        use_gpu: True to give each worker a GPU.
         num_epochs: Number of epochs.
-        fp16: Whether to train with mixed precision.
+        fp16: True to train with mixed precision.
     """
     with TorchTrainer(
         training_operator_cls=CifarTrainingOperator,

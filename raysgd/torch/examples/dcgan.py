@@ -1,7 +1,7 @@
 """Trains a DCGAN with a custom training step: two models and two optimizers.
 
-Data: MNIST in its own format, from `data_dir`; nothing is downloaded. In test mode, a few images of noise. The names
-here are imported by programs and tests in the wild; `examples/dcgan.py` has an example to read.
+Data: MNIST in its original format, from `data_dir`. Nothing is downloaded. In test mode, a few images of noise.
+Existing programs and tests import the names here. `examples/dcgan.py` is an example to read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 
 
 class Generator(nn.Module):
-    """Makes an image of 28x28 pixels out of noise."""
+    """Generates images of 28x28 pixels from noise."""
 
     def __init__(self, features: int = 32) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Generator(nn.Module):
         )
 
     def forward(self, noise: torch.Tensor) -> torch.Tensor:
-        """Make an image of each row."""
+        """Generate an image from each row of noise."""
         images: torch.Tensor = self.layers(noise.view(-1, NOISE_DIM, 1, 1))
         return images
 
 
 class Discriminator(nn.Module):
-    """Tells how real an image looks, from 0 to 1."""
+    """Scores how real images look, from 0 to 1."""
 
     def __init__(self, features: int = 32) -> None:
         super().__init__()
@@ -64,18 +64,18 @@ class Discriminator(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Judge each image."""
+        """Return the score of each image."""
         judged: torch.Tensor = self.layers(images)
         return judged.flatten()
 
 
 def model_creator(config: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
-    """Make the discriminator and the generator."""
+    """Create the discriminator and the generator."""
     return Discriminator(), Generator()
 
 
 def optimizer_creator(models: Sequence[nn.Module], config: dict[str, Any]) -> tuple[torch.optim.Optimizer, ...]:
-    """Make an optimizer for each model."""
+    """Create an optimizer for each model."""
     rate = config.get("lr", 0.0002)
     return tuple(torch.optim.Adam(model.parameters(), lr=rate, betas=(0.5, 0.999)) for model in models)
 
@@ -90,13 +90,13 @@ class GANOperator(TrainingOperator):
         self.models, self.optimizers, self.criterion = self.register(
             models=models, optimizers=optimizers, criterion=nn.BCELoss()
         )
-        self.model = nn.ModuleList(self.models)  # what the stock loop switches to training
+        self.model = nn.ModuleList(self.models)  # the default loop calls `.train()` on this
         self.classifier = _trained_classifier(images, labels).to(self.device)
         loader = DataLoader(TensorDataset(images), batch_size=config[BATCH_SIZE], shuffle=True)
         self.register_data(train_loader=loader)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Take one step of both, and report their losses and the inception score of what was generated."""
+        """Take one step of both models. Report their losses and the inception score of the generated images."""
         (discriminator, generator), (of_discriminator, of_generator) = self.models, self.optimizers
         real = batch[0].to(self.device)
         fake = generator(torch.randn(len(real), NOISE_DIM, device=self.device))
@@ -115,14 +115,14 @@ class GANOperator(TrainingOperator):
 
 @torch.no_grad()
 def inception_score(classifier: nn.Module, images: torch.Tensor) -> float:
-    """Return how sure the classifier is of each image, and how different the images are: from 1 to 10."""
+    """Return a score from 1 to 10: how confidently images are classified, and how varied the classes are."""
     shares = classifier(images).softmax(dim=1)
     divergence = shares * (shares.clamp_min(1e-12) / shares.mean(dim=0).clamp_min(1e-12)).log()
     return float(divergence.sum(dim=1).mean().exp())
 
 
 def _trained_classifier(images: torch.Tensor, labels: torch.Tensor) -> nn.Module:
-    """Know digits well enough to judge: a small network that saw some thousands once."""
+    """Train a small network for one pass over at most 20,000 digits, to classify generated images."""
     classifier = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.Adam(classifier.parameters(), lr=0.002)
     for part in torch.arange(min(len(images), 20_000)).split(100):
@@ -133,7 +133,7 @@ def _trained_classifier(images: torch.Tensor, labels: torch.Tensor) -> nn.Module
 
 
 def _load_data(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images with pixels from -1 to 1, and the digits on them."""
+    """Return images with pixels from -1 to 1, and the digits that they show."""
     if config.get("test_mode"):
         noise = torch.randn(_NUM_TEST_IMAGES, 1, 28, 28, generator=torch.Generator().manual_seed(0))
         return noise.clamp(-1, 1), torch.arange(_NUM_TEST_IMAGES) % 10
@@ -142,7 +142,7 @@ def _load_data(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_mnist_file(folder: Path, name: str) -> np.ndarray[Any, Any]:
-    """Read one of MNIST's files, packed or not, in the folder or anywhere below it."""
+    """Read one of MNIST's files, gzipped or not, in the folder or any folder below it."""
     found = sorted(path for ending in ("", ".gz") for path in folder.rglob(name + ending))
     if not found:
         raise FileNotFoundError(
@@ -162,9 +162,9 @@ def train_example(
 
     Args:
         num_workers: Number of workers.
-        use_gpu: Whether each gets a GPU.
-        test_mode: One epoch on a few images of noise: only to see that it runs.
-        data_dir: Where the files of MNIST are.
+        use_gpu: True to give each worker a GPU.
+        test_mode: True to train for one epoch on a few images of noise, as a smoke test.
+        data_dir: Folder of the MNIST files.
     """
     config = {"lr": 0.0002, BATCH_SIZE: 16 if test_mode else 128, "test_mode": test_mode, "data_dir": data_dir}
     results: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""Fits a line with creator functions, the older style: each is a function of the config.
+"""Fits a line with creator functions. This is the older style, in which each creator is a function of the config.
 
-The names here are imported by programs and tests in the wild. For new code subclass `raysgd.TrainingOperator`.
+Existing programs and tests import the names here. For new code, subclass `raysgd.TrainingOperator`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SLOPE, _INTERCEPT = 2, 5
 
 
 class LinearDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points on the line `y = a * x + b`, with x evenly spaced from 0 up to 10; made up, without noise.
+    """Points on the line `y = a * x + b`, without noise, with x evenly spaced from 0 to below 10.
 
     >>> LinearDataset(2, 5, size=10)[3]
     (tensor([3.]), tensor([11.]))
@@ -51,12 +51,12 @@ def optimizer_creator(model: torch.nn.Module, config: dict[str, Any]) -> torch.o
 
 
 def scheduler_creator(optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> torch.optim.lr_scheduler.LRScheduler:
-    """Create a scheduler that lowers the learning rate by a tenth every five steps."""
+    """Create a scheduler that reduces the learning rate by a tenth every five steps."""
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
 
 
 def data_creator(config: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Create the train loader (`data_size` points) and the validation loader (`val_size`), not shuffled."""
+    """Create the train loader with `data_size` points and the validation loader with `val_size`, both unshuffled."""
     batch_size = config.get("batch_size", 32)
     train = LinearDataset(_SLOPE, _INTERCEPT, size=config.get("data_size", 1000))
     validation = LinearDataset(_SLOPE, _INTERCEPT, size=config.get("val_size", 400))
@@ -64,11 +64,11 @@ def data_creator(config: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[An
 
 
 def train_example(num_workers: int = 1, use_gpu: bool = False) -> None:
-    """Train for five epochs, validate, and print the line that was found; close to `y = 2 x + 5`.
+    """Train for five epochs, validate, and print the fitted line, which is close to `y = 2 x + 5`.
 
     Args:
         num_workers: Number of workers.
-        use_gpu: Whether each gets a GPU.
+        use_gpu: True to give each worker a GPU.
     """
     operator_cls = TrainingOperator.from_creators(
         model_creator=model_creator,

@@ -1,6 +1,6 @@
-"""Lets Ray Tune choose the learning rate of a line: every trial is a `TorchTrainer`.
+"""Tunes the learning rate for fitting a line with Ray Tune. Every trial is a `TorchTrainer`.
 
-Data: points on the line y = 2 x + 5, computed. The names here are imported by programs and tests in the wild.
+Data: computed points on the line y = 2 x + 5. Existing programs and tests import the names here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def get_custom_training_operator(lr_reduce_on_plateau: bool = False) -> type[Tra
     """Create the operator class.
 
     Args:
-        lr_reduce_on_plateau: Whether its scheduler is a `ReduceLROnPlateau` instead of a `StepLR`.
+        lr_reduce_on_plateau: True for a `ReduceLROnPlateau` scheduler instead of a `StepLR`.
     """
 
     class CustomTrainingOperator(TrainingOperator):
@@ -54,12 +54,12 @@ def _scheduler(optimizer: torch.optim.Optimizer, lr_reduce_on_plateau: bool) -> 
 
 
 def tune_example(operator_cls: type[TrainingOperator], num_workers: int = 1, use_gpu: bool = False) -> Any:
-    """Run the trials, with a scheduler that the library steps, and return the best config.
+    """Run the trials with a scheduler that the library steps. Return the best config.
 
     Args:
-        operator_cls: What `get_custom_training_operator` returns.
-        num_workers: Number of workers of a trial.
-        use_gpu: Whether each gets a GPU.
+        operator_cls: A class that `get_custom_training_operator` returned.
+        num_workers: Number of workers per trial.
+        use_gpu: True to give each worker a GPU.
     """
     return _best_config(
         training_operator_cls=operator_cls, num_workers=num_workers, use_gpu=use_gpu, scheduler_step_freq="epoch"
@@ -67,12 +67,12 @@ def tune_example(operator_cls: type[TrainingOperator], num_workers: int = 1, use
 
 
 def tune_example_manual(operator_cls: type[TrainingOperator], num_workers: int = 1, use_gpu: bool = False) -> Any:
-    """The same, with a scheduler that the trial steps on the validation loss, and return the best config.
+    """Run the trials with a scheduler that each trial steps on the validation loss. Return the best config.
 
     Args:
-        operator_cls: What `get_custom_training_operator(lr_reduce_on_plateau=True)` returns.
-        num_workers: Number of workers of a trial.
-        use_gpu: Whether each gets a GPU.
+        operator_cls: A class that `get_custom_training_operator(lr_reduce_on_plateau=True)` returned.
+        num_workers: Number of workers per trial.
+        use_gpu: True to give each worker a GPU.
     """
 
     def step(trainer: TorchTrainer, info: dict[str, Any]) -> dict[str, Any]:

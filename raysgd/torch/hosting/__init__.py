@@ -1,1 +1,1 @@
-"""The PyTorch operator in its worker: the steps of a call, and the state between calls."""
+"""Hosts a PyTorch operator in its worker: the steps of a call, and the state between calls."""

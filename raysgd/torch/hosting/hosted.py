@@ -34,7 +34,7 @@ from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.exchanges import StepRows, names_of_all
 from raysgd.torch.parallel.global_record import sums_of
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.advice import check_norms, comparing_sizes, with_advice
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import bind_batch_info
@@ -72,7 +72,7 @@ class TorchFacts(RunnerFacts):
         return {**counts, "schedulers": self.num_schedulers} if self.num_schedulers else counts
 
 
-class TorchHosted(hosted.Hosted):
+class TorchHostedOperator(hosted.HostedOperator):
     """A hosted PyTorch operator.
 
     Attributes:
@@ -188,7 +188,7 @@ class TorchHosted(hosted.Hosted):
             super().change_config(settings)
         return sorted(changed.keys() - ({"lr"} if internals.follows_rate else set())) if follows_rate_only else []
 
-    def edited_by(self, candidate: TorchHosted) -> list[Hyperparameters]:
+    def edited_by(self, candidate: TorchHostedOperator) -> list[Hyperparameters]:
         differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)
         if not any(group for groups in differing for group in groups):
             return []
@@ -374,13 +374,13 @@ class TorchHosted(hosted.Hosted):
         return data.train if name == "train" else data.validation
 
 
-def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> NoParallel:
+def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> Strategy:
     if settings.use_horovod:  # also for one rank, so that its optimizers have Horovod's methods
         from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
 
         return HorovodByHand() if settings.strategy == "none" else HorovodParallel(world.size)
     if not (world.is_distributed or settings.may_grow) or settings.strategy == "none":
-        return NoParallel(has_others=world.is_distributed)
+        return Strategy(has_others=world.is_distributed)
     if settings.strategy == "ddp":
         return DDP(tells_rows=device.type == "cpu")  # on a GPU, this would wait for the device
     from raysgd.torch.parallel.fsdp import FSDP  # here, because it loads more parts of PyTorch

@@ -1,4 +1,4 @@
-"""Reads and loads the state of a replica with PyTorch, and checks first that a state fits."""
+"""Reads and loads the state of a PyTorch replica. Checks that a state fits before loading it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raysgd.torch.objects.loading import (
 )
 from raysgd.torch.objects.precision import saved_state
 from raysgd.torch.operator.registrar import RegisteredObjects
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.state.copies import StateCopy
 from raysgd.trainer.worker.state.replica_state import RESUME, ReplicaState
@@ -42,27 +42,27 @@ def _at(state: Any, path: Path_) -> Any:
     return state
 
 
-CRITERION = "criterion"  # key of the state of a criterion with parameters; files of the old library lack it
-REMADE = "remade"  # key of the digests of left-out frozen parameters; see `raysgd.torch.objects.remade`
+CRITERION = "criterion"  # key for the state of a criterion with parameters; files of the old library lack it
+REMADE = "remade"  # key for digests of the frozen parameters left out; see `raysgd.torch.objects.remade`
 # Keys in `RESUME` that only snapshots contain.
-TRAINED = "trained"  # what is trainable, if `rewrap` changed that since `setup`
-GRADIENTS = "gradients"  # gradients that no optimizer has stepped with yet
+TRAINED = "trained"  # the trained parts, if `rewrap` changed them since `setup`
+GRADIENTS = "gradients"  # gradients that no optimizer has used in a step yet
 
 
 class TorchState(ReplicaState):
     """Reads and replaces the state of models, optimizers, schedulers and the precision.
 
     Args:
-        operator: Operator that registered them.
-        parallel: Strategy that keeps the replicas equal.
+        operator: Operator that registered these objects.
+        parallel: Strategy that keeps the replicas in sync.
         feed: The data of the replica.
-        waiting: Returns the parameters with gradients that no optimizer has stepped with yet.
+        waiting: Returns the parameters whose gradients no optimizer has used in a step yet.
     """
 
     def __init__(
         self,
         operator: TrainingOperator,
-        parallel: NoParallel,
+        parallel: Strategy,
         feed: TorchFeed,
         waiting: Callable[[], Sequence[Any]],
     ) -> None:
@@ -84,7 +84,7 @@ class TorchState(ReplicaState):
         return parts
 
     def _without_remade(self, parts: dict[str, Any], remade: Any) -> dict[str, Any]:
-        """Return the parts with a record of digests instead of the parameters that `setup` makes again."""
+        """Return the parts with digests in place of the parameters that `setup` recreates."""
         models = parts["models"]
         reduced = {**parts, "models": [remade.without(index, model) for index, model in enumerate(models)]}
         if CRITERION in parts:
@@ -107,7 +107,7 @@ class TorchState(ReplicaState):
         return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Load gradients that no optimizer has stepped with. The check of the state has already applied `TRAINED`."""
+        """Load gradients that no optimizer has used in a step. Checking the state has already applied `TRAINED`."""
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
         for part, saved in zip(self.registered.trained, gradients, strict=True):
             for name, parameter in part.named_parameters():
@@ -144,7 +144,10 @@ class TorchState(ReplicaState):
         rng.restore(own)
 
     def read_parts(self) -> dict[str, Any]:
-        """Return the states of models, criterion and optimizers. If sharded, all ranks must call this together."""
+        """Return the states of models, criterion and optimizers.
+
+        If they are sharded, all ranks must call this together.
+        """
         read, criterion, registered = self._state_of, self.criterion, self.registered
         return {
             "models": [with_plain_names(read(model)) for model in registered.original_models],
@@ -153,7 +156,7 @@ class TorchState(ReplicaState):
         }
 
     def read_divided(self) -> dict[str, Any]:
-        """Return the state with only this rank's part of each divided tensor."""
+        """Return the state with only this rank's shard of each sharded tensor."""
         whole, self._state_of = self._state_of, self._parallel.part_of_state
         try:
             return self.read()
@@ -162,7 +165,7 @@ class TorchState(ReplicaState):
 
     @property
     def criterion(self) -> Any:
-        """The criterion if it has trainable parameters, otherwise None."""
+        """The criterion if it has trainable parameters; otherwise None."""
         return self._internals.registered.original_criterion
 
     @property
@@ -171,20 +174,20 @@ class TorchState(ReplicaState):
         return self._internals.registered
 
     def room_for(self, outline: Mapping[str, Any], paths: Sequence[Path_]) -> dict[Path_, Any]:
-        """Return empty tensors to fill with this rank's part of a state.
+        """Return empty tensors to fill with this rank's shard of a state.
 
         Args:
             outline: The state, with tensors that have a shape but take no memory.
             paths: Paths of the tensors in the state.
 
         Raises:
-            ValueError, KeyError: The state does not fit.
+            ValueError, KeyError: The state does not fit this replica.
         """
         self.check(outline)
         return {path: self._room_for_one(outline, path) for path in paths}
 
     def _room_for_one(self, outline: Mapping[str, Any], path: Path_) -> torch.Tensor:
-        """Return an empty tensor that is divided like its target: the weight it is for, or the optimizer state's."""
+        """Return an empty tensor, sharded like its target: a parameter, or the parameter of an optimizer state."""
         wanted = _at(outline, path)
         part, *rest = path
         own: Any = None
@@ -204,7 +207,7 @@ class TorchState(ReplicaState):
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
         resume = state.get(RESUME) or {}
-        if TRAINED in resume:  # a snapshot only fits after the optimizers got its groups
+        if TRAINED in resume:  # a snapshot fits only after the optimizers have its groups
             self._internals.follow_trained(resume[TRAINED])
         remade = self._remade_for(state)
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
@@ -220,7 +223,7 @@ class TorchState(ReplicaState):
             check_precision(precision.state_dict(), precision_state)
 
     def _remade_for(self, state: Mapping[str, Any]) -> Any:
-        """Return the parameters that `setup` makes again here; None without `remakes_frozen`.
+        """Return the record of the parameters that `setup` recreates; None without `remakes_frozen`.
 
         Raises:
             ValueError: The state leaves out parameters, but the operator does not set `remakes_frozen`.
@@ -242,7 +245,7 @@ class TorchState(ReplicaState):
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
-        # Copy first what schedulers and the precision keep, so that no copy can fail after something was replaced.
+        # Copy the states that schedulers and the precision store first, so that no copy can fail after a replacement.
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
@@ -278,7 +281,7 @@ def _named(model: torch.nn.Module, name: Any) -> Any:
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state without the entries that only snapshots contain."""
+    """Return the state without the entries that only snapshots contain."""
     resume = state.get(RESUME)
     if not isinstance(resume, Mapping):
         return dict(state)

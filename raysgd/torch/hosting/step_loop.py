@@ -1,4 +1,4 @@
-"""The loop over the steps of a training call, which can undo a step that is half done."""
+"""The loop over the steps of a training call. It can undo a step that was not completed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysgd.torch.data.batch_streams import LoaderSource
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.logical_shards import LogicalShards
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.gradients import step_with, tells_of_steps
 from raysgd.torch.step.undo import Undo, lacks_memory
 from raysgd.torch.training_operator import TrainingOperator
@@ -35,15 +35,15 @@ _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
 
 class _SinceBoundary:
-    """A log of what has happened since the last boundary, where the state was that of a completed step.
+    """A log since the last boundary. At a boundary, the state is that of a completed step.
 
     Args:
         global_step: `global_step` of the operator at the boundary.
 
     Attributes:
         global_step: The argument.
-        stepped: IDs of the optimizers that have begun to step.
-        waiting: Parameters that had gradients when the step began; None if none has begun.
+        stepped: IDs of the optimizers that have started to step.
+        waiting: Parameters that had gradients when the step started; None if no step has started.
     """
 
     def __init__(self, global_step: int) -> None:
@@ -57,22 +57,22 @@ class _SinceBoundary:
 
 
 class StepLoop(Loop):
-    """The steps of one operator. Hooks of its optimizers report when they begin to step.
+    """The steps of one operator. Hooks of its optimizers report when they start to step.
 
-    A step counts only when the loop over the batches asks for the next one. Then `note_boundary` is called. Until then,
+    A step counts only once the loop over the batches asks for the next batch and `note_boundary` is called. Until then,
     `global_step` of the operator is ahead, and `return_to_boundary` can undo the step.
 
     Args:
         operator: The operator.
-        parallel: Strategy that keeps the replicas equal.
+        parallel: Strategy that keeps the replicas in sync.
         feed: Provides the data.
-        undo: Copies what batches change; None if batches are never repeated after a failure.
+        undo: Copies the state that batches change; None if batches are never repeated after a failure.
     """
 
     _feed: TorchFeed
 
     def __init__(
-        self, operator: TrainingOperator, parallel: NoParallel, feed: TorchFeed, undo: Undo | None = None
+        self, operator: TrainingOperator, parallel: Strategy, feed: TorchFeed, undo: Undo | None = None
     ) -> None:
         super().__init__(feed)
         self._operator = operator
@@ -80,13 +80,13 @@ class StepLoop(Loop):
         self._leg: Leg | None = None  # the last leg of the call
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
-        self._works: dict[int, str] = {}  # names of the optimizers' steps in the `GlobalRecord`, by ID
+        self._works: dict[int, str] = {}  # names of the optimizers' steps in `GlobalRecord`, by ID
         self._log = _SinceBoundary(0)
         self._not_stepped: list[Any] = []  # optimizers that did not step in the last step before the boundary
-        self._keeps_gradients = needs_copies(operator) is not False  # True if gradients may stay from step to step
+        self._keeps_gradients = needs_copies(operator) is not False  # True if gradients may persist across steps
         self._watches = undo is not None or self._keeps_gradients
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
-        self._has_own_gradients = False  # True if gradients wait that were not averaged over the ranks
+        self._has_own_gradients = False  # True if pending gradients were not averaged
         self._has_exchanged = self._has_taken_steps = False  # in this call
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
@@ -116,26 +116,27 @@ class StepLoop(Loop):
 
     @property
     def is_whole(self) -> bool:
-        """True if the state is that of a completed step, or can be returned to it."""
+        """True if the state is that of a completed step, or can be restored to it."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
-            return False  # steps without an exchange let ranks differ; the repeated call compares the ranks and raises
+            # Steps without an all-reduce let ranks diverge. The repeated call compares the ranks and raises.
+            return False
         if self.undo is None or self._log.waiting is None:
             return not self._log.stepped
         return self.undo.can_put_back(self._parallel.exchanges.has_broken)
 
     def begin_step(self) -> None:
-        """Copy what the batches of a step may change. Called before its first batch."""
+        """Copy the state that a step's batches may change. Called before the step's first batch."""
         self._log.waiting = self.waiting_parameters()
         if self.undo is not None:
             self.undo.begin_batch(self._log.waiting)
 
     def note_exchange(self) -> None:
-        """Note an exchange of gradients in the step."""
+        """Record that gradients were reduced over the ranks in the step."""
         if self.undo is not None:
             self.undo.note_exchange()
 
     def waiting_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters with gradients with which no optimizer has stepped yet."""
+        """Return the parameters whose gradients no optimizer has used in a step yet."""
         if not self._keeps_gradients:
             return []
         log = self._log
@@ -157,7 +158,7 @@ class StepLoop(Loop):
             self.undo.end_batch()
 
     def note_restored(self) -> None:
-        """Called when the state was replaced. Existing gradients wait for a step."""
+        """Called after the state was replaced. Treats all existing gradients as not yet used in a step."""
         self._has_own_gradients = self._has_taken_steps = False
         self._not_stepped = list(self._optimizers)
         if self.undo is not None:
@@ -199,7 +200,7 @@ class StepLoop(Loop):
         return value
 
     def forget_time(self) -> None:
-        """Forget the time that this rank spent without the others."""
+        """Discard the measured time that this rank spent without waiting for other ranks."""
         self._leg = None
 
     def begin_call(self) -> None:
@@ -213,10 +214,10 @@ class StepLoop(Loop):
     # ---------------------------------------------------------------------------------------- the steps of a call
 
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None) -> Leg:
-        """Make the `Leg` of a call, or of its rest in a new group. `parallel.leg` holds it.
+        """Create the `Leg` for a call, or for the rest of the call in a new group. `parallel.leg` holds it.
 
         Args:
-            epoch_idx: Index of the pass over the data.
+            epoch_idx: Index of the epoch.
             source: Source of the batches; None for the warm-up.
 
         Raises:
@@ -250,7 +251,7 @@ class StepLoop(Loop):
         return self._leg
 
     def _check_window(self, window: int) -> None:
-        """Refuse steps of several batches with several optimizers, because each would need its own window."""
+        """Reject steps of several batches with several optimizers, because each optimizer would need its own window."""
         most = self._operator._raysgd.context.settings.batch_options.micro_batch_size
         if window > 1 or most is not None:
             option = f"accumulate_grad_batches={window}" if window > 1 else "micro_batch_size"
@@ -269,7 +270,7 @@ class StepLoop(Loop):
         return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
 
     def end_leg(self, leg: Leg, num_batches: int) -> None:
-        """End a leg: step with the gradients of an incomplete window.
+        """End a leg. Step with the gradients of an incomplete window.
 
         Raises:
             ValueError: Accumulation or clipping had no effect on the steps.
@@ -293,16 +294,16 @@ class StepLoop(Loop):
 
 
 def make_undo(
-    operator: TrainingOperator, parallel: NoParallel, undo: bool | None, world: World, ledger: Ledger | None = None
+    operator: TrainingOperator, parallel: Strategy, undo: bool | None, world: World, ledger: Ledger | None = None
 ) -> Undo | None:
     """Return the `Undo` of an operator; None if its batches are never repeated after a failure.
 
     Args:
         operator: The operator.
-        parallel: Strategy that keeps the replicas equal.
+        parallel: Strategy that keeps the replicas in sync.
         undo: See `Recovery`.
         world: Rank of this worker.
-        ledger: Records the time that copies take.
+        ledger: Measures the time that copies take.
     """
     if parallel.obstacle is not None:
         return None
@@ -338,7 +339,7 @@ def make_undo(
 
 
 def needs_copies(operator: TrainingOperator) -> bool | None:
-    """Return whether everything must be copied before each batch of an operator; None if its first batch shows it."""
+    """Return True if all state must be copied before each batch, False if not; None if the first batch decides."""
     own = operator._needs_copies
     if own or len(operator._raysgd.registered.optimizers) > 1:
         return True
@@ -352,5 +353,5 @@ def _parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def is_stock(operator: TrainingOperator, *names: str) -> bool:
-    """Return True if all these methods of an operator are the library's, also those set on the object."""
+    """Return True if the operator overrides none of these methods, neither in its class nor on the object."""
     return all(getattr(getattr(operator, name), "__func__", None) is getattr(TrainingOperator, name) for name in names)

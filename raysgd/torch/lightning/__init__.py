@@ -1,1 +1,1 @@
-"""Facts about a LightningModule."""
+"""What the library needs to know about a `LightningModule`."""

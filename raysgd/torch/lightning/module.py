@@ -1,4 +1,4 @@
-"""Facts about a `LightningModule`: its package, hooks and optimizers, the objects around it, and what is refused."""
+"""Inspects a `LightningModule`: its package, hooks and optimizers, the objects that it uses, and what is rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
-PER_BATCH = ("step", "batch")  # intervals of schedulers; "batch" is raysgd's own word
+PER_BATCH = ("step", "batch")  # intervals of schedulers; "batch" is raysgd's name for "step"
 PER_EPOCH = ("epoch",)
 NEVER_CALLED = {
     "on_train_end": "nothing tells that a training has ended: call what it does in your program",
@@ -27,8 +27,10 @@ NEVER_CALLED = {
     "configure_callbacks": "Lightning's callbacks are not supported: use callbacks of `trainer.fit`",
     "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to divide a model",
 }
-"""Hooks of a training that are not called, with advice. A module that has one gets a warning. Tests compare this table
-with Lightning, and `docs/lightning.md` shows it to users."""
+"""Training hooks that are never called, with advice. A module that overrides one of them gets a warning.
+
+Tests compare this table with Lightning, and `docs/lightning.md` shows it to users.
+"""
 
 _LENGTHS = ("estimated_stepping_batches", "max_epochs", "max_steps", "num_training_batches")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -38,7 +40,7 @@ def lightning_base(module_cls: Any) -> type[Any]:
     """Return the `LightningModule` that a class derives from, of `lightning` or `pytorch_lightning`.
 
     Raises:
-        TypeError: It derives from neither.
+        TypeError: The class derives from neither.
     """
     for base in module_cls.__mro__ if isinstance(module_cls, type) else ():
         package = base.__module__.partition(".")[0]
@@ -48,14 +50,14 @@ def lightning_base(module_cls: Any) -> type[Any]:
 
 
 def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) -> Any:
-    """Create a module with `config=config` if its constructor has this parameter, else with the config's entries.
+    """Create a module. Pass `config=config` if its constructor has this parameter; otherwise pass the config's entries.
 
-    Each entry is passed to the parameter with its name; ADR 86 says why.
+    Each entry is passed to the parameter with its name. ADR 86 explains why.
 
     Args:
         module_cls: The class.
         config: The config of the operator.
-        says_so: True to log which entries it gets, and which it does not.
+        says_so: True to log which entries the constructor gets, and which it does not.
 
     Raises:
         TypeError: The constructor needs a parameter that the config does not have.
@@ -88,24 +90,24 @@ class LightningHooks:
         self._accepted: dict[str, tuple[int | None, list[str]]] = {}
 
     def has(self, name: str) -> bool:
-        """Return True if the module has such a method."""
+        """Return True if the module has a method with this name."""
         return hasattr(self._module, name)
 
     def overrides(self, name: str) -> bool:
-        """Return True if the user wrote such a method."""
+        """Return True if the user overrode the method with this name."""
         return getattr(type(self._module), name, None) is not getattr(self._base, name, None)
 
     def wants(self, name: str, parameter: str) -> bool:
-        """Return True if the module has such a method, with such a parameter."""
+        """Return True if the module has a method with this name, and the method has this parameter."""
         return self.has(name) and parameter in inspect.signature(getattr(self._module, name)).parameters
 
     def call(self, name: str, *arguments: Any, **by_name: Any) -> Any:
-        """Call a method, if it exists, with as many arguments as it takes.
+        """Call a method, if it exists, with as many arguments as it accepts.
 
         Args:
             name: The method.
-            arguments: Its arguments in Lightning 2; it may take fewer.
-            by_name: Passed if it has parameters with these names, as methods for Lightning 1 do.
+            arguments: The method's arguments in Lightning 2. It may accept fewer.
+            by_name: Passed if the method has parameters with these names, as methods for Lightning 1 do.
         """
         method = getattr(self._module, name, None)
         if method is None:
@@ -120,7 +122,7 @@ class LightningHooks:
         return method(*arguments[:num_arguments], **{each: by_name[each] for each in names})
 
     def call_or(self, name: str, otherwise: Callable[[], Any]) -> None:
-        """Call a method if the user wrote it, else `otherwise`."""
+        """Call a method if the user overrode it; otherwise call `otherwise`."""
         if self.overrides(name):
             self.call(name)
         else:
@@ -132,13 +134,13 @@ class LightningHooks:
 
 
 class TrainerStandIn(SimpleNamespace):
-    """The `self.trainer` of a module: shows the state of the training, but cannot control it."""
+    """The `self.trainer` of a module. It shows the state of the training but cannot control it."""
 
     @classmethod
     def of(
         cls, world: World, device: torch.device, precision_plugin: Any, backward: Callable[..., None]
     ) -> TrainerStandIn:
-        """Return the stand-in of a replica.
+        """Create the stand-in for a replica.
 
         Args:
             world: The rank and the number of ranks.
@@ -176,7 +178,10 @@ class TrainerStandIn(SimpleNamespace):
 
 
 class _NoLogger:
-    """The `self.logger` of a module: false, as in Lightning without a logger. Its attributes raise with advice."""
+    """The `self.logger` of a module.
+
+    It is false, as in Lightning without a logger. Its attributes raise with advice.
+    """
 
     def __bool__(self) -> bool:
         return False
@@ -189,18 +194,18 @@ class _NoLogger:
 
 
 class SteppingOptimizer:
-    """An optimizer as hooks see it: its `step` does everything that belongs to a step in raysgd."""
+    """The optimizer that hooks get. Its `step` does everything that belongs to a step in raysgd."""
 
     def __init__(self, optimizer: Any, step: Callable[[Any, Any], Any]) -> None:
         self.optimizer = optimizer
         self._step = step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, and return the result of the closure."""
+        """Take a step and return the closure's result."""
         return self._step(self.optimizer, closure)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for `isinstance`, also in Lightning
+    def __class__(self) -> Any:  # for `isinstance`, including Lightning's own checks
         return type(self.__dict__["optimizer"])
 
     def __getattr__(self, name: str) -> Any:
@@ -210,7 +215,7 @@ class SteppingOptimizer:
 def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
     """Call `run`, a step of `module`, inside the forward pass of the module's wrapper.
 
-    There `DistributedDataParallel` prepares the backward pass. It only gets the loss, not the other results of a step.
+    There, `DistributedDataParallel` prepares the backward pass. It gets only the loss, not the step's other results.
 
     Returns:
         The loss for the backward pass. None with manual optimization, where the backward pass is already done.
@@ -226,9 +231,9 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
         put_back()  # the step may call the real `forward`
         loss = run()
         if is_manual:
-            wrapper.require_backward_grad_sync = False  # each `manual_backward` prepared the wrapper itself
+            wrapper.require_backward_grad_sync = False  # each `manual_backward` has already prepared the wrapper
             return None
-        return _no_loss(wrapper, module) if loss is None else loss  # other ranks wait for this one's gradients
+        return _no_loss(wrapper, module) if loss is None else loss  # other ranks wait for this rank's gradients
 
     vars(module)["forward"] = in_place_of_forward
     try:
@@ -241,18 +246,19 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
 
 
 def _no_loss(wrapper: Any, module: torch.nn.Module) -> torch.Tensor:
-    """Return a loss with zero gradients, that uses no more parameters than necessary."""
+    """Return a loss with zero gradients that uses no more parameters than necessary."""
     used = [each for each in module.parameters() if each.requires_grad]
-    if getattr(wrapper, "find_unused_parameters", False):  # a zero gradient would count, even if other ranks have none
+    # With `find_unused_parameters`, a zero gradient would count as a gradient, even if other ranks have none.
+    if getattr(wrapper, "find_unused_parameters", False):
         used = used[:1]
     return torch.stack([(each * 0).sum() for each in used]).sum()
 
 
 def one_loader(given: Any, name: str) -> Any:
-    """Return a loader, which may be the only one in a list or dict.
+    """Return the loader, which may be given directly or as the only item of a list or dict.
 
     Raises:
-        ValueError: There are several.
+        ValueError: Several loaders are given.
     """
     several = list(given.values()) if isinstance(given, Mapping) else given
     if not (isinstance(several, list | tuple) and several and all(isinstance(each, DataLoader) for each in several)):
@@ -266,12 +272,12 @@ def optimizers_and_schedulers(returned: Any) -> tuple[list[Any], list[dict[str, 
     """Parse the result of `configure_optimizers`, in any of its forms.
 
     Returns:
-        The optimizers, and for each scheduler a complete dict: `scheduler`, `interval`, `frequency`, `monitor`,
+        The optimizers, and a complete dict for each scheduler: `scheduler`, `interval`, `frequency`, `monitor`,
         `reduce_on_plateau`, `strict`.
 
     Raises:
-        TypeError: It has none of these forms.
-        ValueError: The dict of a scheduler is wrong.
+        TypeError: The result has none of the allowed forms.
+        ValueError: The dict of a scheduler is invalid.
     """
     if returned is None:
         logger.warning("`configure_optimizers` returned nothing: this trains without an optimizer")
@@ -322,7 +328,7 @@ def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
 
     Args:
         hooks: The hooks of the module.
-        name: Name of its class.
+        name: Name of the module's class.
     """
     for hook, advice in NEVER_CALLED.items():
         if hooks.has(hook) and hooks.overrides(hook):
@@ -330,10 +336,11 @@ def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
 
 
 def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
-    """Check that optimizers train as the module defines.
+    """Check that optimizers can train as the module defines.
 
     Raises:
-        ValueError: There are several, and it is unclear when each of them steps; or one computes gradients itself.
+        ValueError: Several optimizers are given, and it is unclear when each steps. Or an optimizer computes gradients
+            itself.
     """
     name = type(module).__name__
     if len(optimizers) > 1 and module.automatic_optimization:

@@ -1,4 +1,4 @@
-"""The values of an epoch of a `LightningModule`: the results of its steps, and what it logs."""
+"""The metrics of a `LightningModule`'s epoch: the results of its steps, and the values that it logs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}
 
 
 class EpochValues:
-    """The values of one epoch.
+    """The metrics of one epoch.
 
     Args:
         loss_name: Name of the metric for a loss.
-        keeps_outputs: True if the outputs of the steps are needed at the end.
+        keeps_outputs: True if the steps' outputs are needed at the end of the epoch.
 
     Attributes:
-        outputs: The outputs of the steps, if they are needed.
+        outputs: The steps' outputs, if they are needed.
         of_batch: Values that were logged in the current batch.
     """
 
@@ -37,12 +37,12 @@ class EpochValues:
         self._aggregates: dict[str, Any] = {}
 
     def begin_batch(self, is_counted: bool = True) -> None:
-        """Assign the following values to a new batch, or drop them if the batch does not count."""
+        """Assign the values that follow to a new batch. Drop them if the batch does not count."""
         self.of_batch = {}
         self._is_in_batch, self._is_counted = True, is_counted
 
     def begin_values_of_epoch(self) -> None:
-        """Assign the following values to the epoch as a whole."""
+        """Assign the values that follow to the epoch as a whole."""
         self._is_in_batch, self._is_counted = False, True
 
     def metrics_of(self, output: Any) -> dict[str, Any]:
@@ -53,9 +53,9 @@ class EpochValues:
 
     @contextmanager
     def listening_to(self, module: Any) -> Iterator[None]:
-        """Receive the module's `self.log` and `self.log_dict`."""
+        """Context in which calls of the module's `self.log` and `self.log_dict` are received."""
 
-        # Functions instead of methods, so that a copy of the module does not copy this object too.
+        # Functions instead of methods, so that a copy of the module does not copy this object as well.
         def log(
             name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
         ) -> None:
@@ -97,21 +97,21 @@ class EpochValues:
         return self._aggregates[name]
 
     def summary(self, meters: AverageMeterCollection, fresh: AverageMeterCollection) -> MetricSummary:
-        """Return the averages over the batches, and the values that were logged once."""
+        """Return the averages over the batches, and the values that were logged once for the epoch."""
         batches = meters.summary()
         if not self._of_epoch:
             return batches
-        fresh.update(self._of_epoch, n=meters.n or 1)  # weighted by the data of the epoch
+        fresh.update(self._of_epoch, n=meters.n or 1)  # weighted by the number of the epoch's samples
         once = fresh.summary()
         values = {**batches, **{name: once[name] for name in self._of_epoch}}
         return MetricSummary(values, {**batches.totals, **once.totals}, {**batches.objects, **once.objects})
 
 
 def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | float) -> dict[str, Any]:
-    """Return the result of an epoch that the module computed itself in the hook `name`, weighted by `num_samples`.
+    """Return the result of an epoch that the module's hook `name` computed, weighted by `num_samples`.
 
     Raises:
-        TypeError: It is neither a tensor nor a dict.
+        TypeError: The result is neither a tensor nor a dict.
     """
     if isinstance(returned, torch.Tensor):
         return {NUM_SAMPLES: num_samples, loss_name: returned}
@@ -121,11 +121,11 @@ def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | 
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """Return the loss in the result of `training_step`; None if it skipped the batch.
+    """Return the loss in the result of `training_step`; None if the step skipped the batch.
 
     Raises:
-        RuntimeError: It is a dict without a loss.
-        TypeError: It is neither a tensor nor a dict.
+        RuntimeError: The result is a dict without a loss.
+        TypeError: The result is neither a tensor nor a dict.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and loss is None:
@@ -138,14 +138,14 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def detached(output: Any) -> Any:
-    """Return the output of a step without its graph."""
+    """Return the output of a step, detached from the autograd graph."""
     if isinstance(output, Mapping):
         return {name: detached(value) for name, value in output.items()}
     return output.detach() if isinstance(output, torch.Tensor) else output
 
 
 def numbers_in(output: Any, loss_name: str) -> dict[str, Any]:
-    """Return the numbers in the output of a step. A loss is also returned under the name that operators use."""
+    """Return the numeric values in a step's output. A loss is also returned under the name that operators use."""
     if isinstance(output, torch.Tensor):
         return {loss_name: output}
     if not isinstance(output, Mapping):
@@ -162,10 +162,11 @@ _KEY = "raysgd_progress"
 
 
 class LightningProgress:
-    """Counts optimizer steps, which may differ from batches, and the batches since the epoch began.
+    """Counts optimizer steps, whose number may differ from that of batches, and the batches since the epoch started.
 
     Args:
-        counts_batches: True if something depends on the batches of an epoch. Only then do states contain them.
+        counts_batches: True if a scheduler depends on the number of batches in an epoch. Only then do states contain
+            it.
 
     Attributes:
         num_steps: Number of optimizer steps, which is Lightning's global step.
@@ -179,7 +180,7 @@ class LightningProgress:
         self._began_at = 0
 
     def begin_call(self, epoch: int, num_batches: int) -> None:
-        """Begin a call in an epoch, after this number of batches in all. An epoch may take several calls."""
+        """Start a call in an epoch, after `num_batches` batches in total. An epoch may take several calls."""
         if num_batches != self._num_batches:  # the state belongs to another training
             self._ahead, self._epoch = 0, None
         self.num_steps = num_batches + self._ahead
@@ -187,24 +188,24 @@ class LightningProgress:
             self._epoch, self._began_at = epoch, num_batches
 
     def count_step(self) -> None:
-        """Count the step of an optimizer."""
+        """Count an optimizer step."""
         self.num_steps += 1
 
     def end_batch(self, num_batches: int) -> None:
-        """End a batch; `num_batches` is their number in all, including this one."""
+        """End a batch. `num_batches` is the total number of batches, including this one."""
         self._num_batches, self._ahead = num_batches, self.num_steps - num_batches
 
     def batches_of_epoch(self, num_batches: int) -> int:
-        """Return how many of these batches belong to the current epoch."""
+        """Return how many of `num_batches` batches belong to the current epoch."""
         return num_batches - self._began_at
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a new worker cannot infer from the number of batches; may be empty."""
+        """Return the counts that a new worker cannot infer from the number of batches. May be empty."""
         if not self._ahead and not (self._counts_batches and self._num_batches):
             return {}
         return {_KEY: [self._num_batches, self._ahead, self._epoch, self._began_at]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load such a state. A state without counts comes from a module that has nothing to count."""
+        """Load a state that `state_dict` returned. An empty state comes from a module that had nothing to count."""
         default = (self._num_batches, 0, self._epoch, self._began_at)
         self._num_batches, self._ahead, self._epoch, self._began_at = state.get(_KEY, default)

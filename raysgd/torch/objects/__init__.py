@@ -1,1 +1,1 @@
-"""Operations on PyTorch's own objects: models, optimizers, losses, random numbers."""
+"""Operations on PyTorch objects: models, optimizers, losses, random number generators."""

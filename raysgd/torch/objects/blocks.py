@@ -1,9 +1,9 @@
-"""The blocks that a large model consists of, and recomputing them in the backward pass.
+"""The blocks of a large model, and recomputing their activations in the backward pass.
 
-A block is an element of a `ModuleList` or `Sequential` that has parameters: a layer of a transformer, a stage of a
-convolutional network. Only the outermost elements count; blocks do not contain one another.
+A block is an element of a `ModuleList` or `Sequential` that has parameters: a layer of a transformer, or a stage of a
+convolutional network. Only the outermost elements count, so blocks are never nested.
 
-ADR 23 says why models are changed in place.
+ADR 23 explains why models are changed in place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.Module]:
-    """Return the blocks of `model`, each once, with at least `min_parameters` parameter elements.
+    """Return the distinct blocks of `model` that have at least `min_parameters` parameter elements.
 
-    A block that shares a parameter with anything outside of it, or occurs twice, is left out.
+    Leaves out a block that shares a parameter with a module outside of the block, or that occurs twice.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
@@ -41,7 +41,7 @@ def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.
 def _elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for child in module.children():
         is_element = isinstance(module, torch.nn.Sequential | torch.nn.ModuleList)
-        if is_element and not isinstance(child, torch.nn.ModuleList):  # a list itself is never called
+        if is_element and not isinstance(child, torch.nn.ModuleList):  # a `ModuleList` is never called
             yield child
         else:
             yield from _elements(child)
@@ -53,17 +53,17 @@ def _shares(block: torch.nn.Module, owners: Counter[int]) -> bool:
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run the forward pass of a block and keep only its inputs; the backward pass computes it again."""
+    """Run the forward pass of a block and store only its inputs. The backward pass recomputes the activations."""
     if not torch.is_grad_enabled():
         return forward(*args, **options)
     return checkpoint(forward, *args, use_reentrant=False, **options)
 
 
 def checkpoint_activations(model: torch.nn.Module) -> int:
-    """Let the blocks of `model` keep no activations for the backward pass, and return the number of these blocks.
+    """Make the blocks of `model` recompute their activations in the backward pass. Return the number of these blocks.
 
-    The names in the model's state do not change. A block with a batch norm is left alone, because computing it twice
-    would count each batch twice.
+    Keys of the model's state dict do not change. A block with a batch norm is not changed, because computing it twice
+    would count each batch twice in the running statistics.
     """
     blocks = [block for block in blocks_of(model) if not any(map(_is_batch_norm, block.modules()))]
     for block in blocks:
@@ -78,7 +78,7 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
 
 
 def _is_batch_norm(part: torch.nn.Module) -> bool:
-    """Return True if a module keeps or exchanges statistics of batches, even one of another library."""
+    """Return True if a module stores or synchronizes batch statistics, even if another library defines the module."""
     has_statistics = any(name == "running_mean" for name, _ in part.named_buffers(recurse=False))
     return has_statistics or isinstance(part, torch.nn.SyncBatchNorm)
 

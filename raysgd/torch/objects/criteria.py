@@ -1,8 +1,8 @@
-"""The losses of PyTorch as criteria: how they interpret outputs, which labels their mean is over, and the accuracy.
+"""PyTorch's losses as criteria: how they interpret outputs, over which labels they average, and the accuracy.
 
-Outputs alone do not show where their classes are: scores of shape `(samples, 5, 5)` may have five classes in either
-dimension, and a single number per sample may be a logit, a probability or a value. The losses of PyTorch define this,
-so their calls are observed. For other criteria the shapes decide, if only one interpretation fits.
+Outputs alone do not show which dimension contains the classes. Scores of shape `(samples, 5, 5)` may have five classes
+in either dimension, and a single number per sample may be a logit, a probability or a value. PyTorch's losses define
+this, so calls of them are observed. For other criteria, the shapes decide, if only one interpretation fits.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ IGNORED = -100
 """The label that PyTorch's losses ignore by default."""
 
 Reading = Literal["classes", "logits", "probabilities", "values"]
-"""Meaning of the outputs to a criterion."""
+"""How a criterion interprets a model's outputs."""
 
 
 class LossCall(NamedTuple):
     """A call of a PyTorch loss.
 
     Attributes:
-        reading: Meaning of the output to the loss.
+        reading: How the loss interprets the output.
         output: The output of the model.
         target: The target.
         result: The result of the loss.
-        ignored: The label that does not count; None if the loss ignores none.
+        ignored: The label that does not count; None if the loss ignores no label.
         amount: Divisor of the mean: a number, or a tensor on a GPU; None for the number of samples.
-        num_labels: Number of labels, if all have equal weight.
+        num_labels: Number of labels, if all labels have equal weight; otherwise None.
     """
 
     reading: Reading
@@ -51,12 +51,12 @@ class LossCall(NamedTuple):
 
     @property
     def counting(self) -> torch.Tensor | None:
-        """Mask of the labels that count; None if the loss ignores none."""
+        """Mask of the labels that count; None if the loss ignores no label."""
         return None if self.ignored is None else self.target != self.ignored
 
     @property
     def is_uneven(self) -> Any:
-        """True if labels have different weights in the mean; a tensor if the host does not know yet."""
+        """True if labels have different weights in the mean. A tensor if only the device knows."""
         return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
 
@@ -68,7 +68,7 @@ class _Loss(NamedTuple):
     counts_labels: bool = False
 
 
-_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # in later versions; it gets features instead of scores
+_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # in newer versions; its input is features instead of scores
 _LOSSES: dict[Any, _Loss] = {
     called: _Loss(*loss)
     for module, function, *loss in (
@@ -90,24 +90,24 @@ _LOSSES: dict[Any, _Loss] = {
     for called in (module.forward, function)
     if called is not None
 }
-"""Keyed by the callable: a module's `forward` (subclasses inherit it) or the function."""
+"""Known losses, by callable: a module's `forward`, which subclasses inherit, or a function."""
 
 
 class LossCalls:
-    """Notifies listeners of calls of PyTorch losses in a criterion, including the criterion itself."""
+    """Notifies listeners of calls of PyTorch losses in a criterion, or of the criterion itself."""
 
     def __init__(self) -> None:
-        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # each with its `only_labels`
+        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # (listener, `only_labels`)
         self._hooked: Any = None
 
     @contextmanager
     def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
-        """Notify a listener of all calls inside the block.
+        """Context in which a listener is notified of all calls.
 
         Args:
             criterion: The criterion.
-            listener: Called with each call.
-            only_labels: True for only those losses that may ignore labels.
+            listener: Called with each call of a loss.
+            only_labels: True to report only losses that may ignore labels.
         """
         before, takes_hooks, handles = self._hooked, _takes_hooks(criterion), []
         for part in criterion.modules() if takes_hooks else ():
@@ -126,7 +126,7 @@ class LossCalls:
                 handle.remove()
 
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
-        """Call a criterion, and notify listeners even if it cannot have hooks."""
+        """Call a criterion and notify listeners, even if the criterion cannot have hooks."""
         result = criterion(output, target)
         if criterion is not self._hooked and self._listeners:
             whole = getattr(criterion, "_orig_mod", criterion)
@@ -138,18 +138,18 @@ class LossCalls:
 
 
 def counts_labels(criterion: Any) -> bool:
-    """Return True if a criterion is, or contains, a PyTorch loss whose mean is over labels."""
+    """Return True if a criterion is or contains a PyTorch loss that averages over labels."""
     parts = criterion.modules() if _takes_hooks(criterion) else (getattr(criterion, "_orig_mod", criterion),)
     return any(loss.counts_labels for loss in map(_known, parts) if loss is not None)
 
 
 def ignored_by(criterion: Any) -> int:
-    """Return the label that a criterion ignores, or PyTorch's default."""
+    """Return the label that a criterion ignores, or PyTorch's default value."""
     return _settings(criterion)[0]
 
 
 def refuse_sum(criterion: Any) -> None:
-    """Refuse a criterion with `reduction="sum"`: the stock step averages over workers and batches."""
+    """Reject a criterion with `reduction="sum"`, because the default step averages over workers and batches."""
     if _settings(criterion)[1] == "sum":
         raise ValueError(
             'the registered criterion has `reduction="sum"`, and gradients are the mean over the batches of a step, so '
@@ -159,23 +159,23 @@ def refuse_sum(criterion: Any) -> None:
 
 
 def in_host(number: torch.Tensor) -> Any:
-    """Return the number itself if it is in host memory, else the tensor, to avoid waiting for a device."""
+    """Return the number if it is in host memory. Otherwise return the tensor, to avoid waiting for a device."""
     return number.item() if number.device.type == "cpu" else number
 
 
 def are_classes(target: Any) -> TypeGuard[torch.Tensor]:
-    """Return True if a target may contain class numbers; floats are values or probabilities."""
+    """Return True if a target may contain class numbers. Floats are values or probabilities."""
     return isinstance(target, torch.Tensor) and not target.is_floating_point() and not target.is_complex()
 
 
 def _takes_hooks(criterion: Any) -> bool:
-    """Return True if it is a module, and a hook would not make it be compiled again."""
+    """Return True if the criterion is a module that can be hooked without being recompiled."""
     is_compiled = hasattr(criterion, "_orig_mod") or getattr(criterion, "_compiled_call_impl", None) is not None
     return isinstance(criterion, torch.nn.Module) and not is_compiled
 
 
 def _known(part: Any) -> _Loss | None:
-    """Return what is known about a loss, or None, for example if a subclass overrides `forward`."""
+    """Return the `_Loss` of a known loss; None for other criteria, such as subclasses that override `forward`."""
     key = type(part).forward if isinstance(part, torch.nn.Module) else part.func if isinstance(part, partial) else part
     return _LOSSES.get(key) if callable(key) else None
 
@@ -188,7 +188,7 @@ def _tell(
     kwargs: dict[str, Any],
     result: Any,
 ) -> None:
-    """Notify a listener of a call, with the labels that count in it, each by the weight of its class."""
+    """Notify a listener of a call. Count the labels in the call, weighted by class weights if the loss has them."""
     output = args[0] if args else kwargs.get("input")
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if not loss.counts_labels or not are_classes(target):
@@ -205,7 +205,7 @@ def _tell(
         amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
         listener(LossCall(loss.reading, output, target, result, ignored, amount))
         return
-    # Computing the minimum takes a fifth of the time, and in most batches no label is ignored.
+    # Computing the minimum takes a fifth of the time of counting, and most batches contain no ignored label.
     are_all_classes = ignored < 0 and num_labels > 0 and target.is_cpu and target.min().item() >= 0
     amount = num_labels if are_all_classes else in_host((target != ignored).sum())
     listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
@@ -222,11 +222,11 @@ def _settings(criterion: Any) -> tuple[int, Any, Any]:
 
 
 class Accuracy(NamedTuple):
-    """The share of correct predictions.
+    """The fraction of correct predictions.
 
     Attributes:
-        share: Share of the labels that are predicted correctly; NaN without classification.
-        num_labels: Number of labels; None without classification.
+        share: Fraction of the labels that are predicted correctly; NaN if this is not a classification.
+        num_labels: Number of labels; None if this is not a classification.
     """
 
     share: Any = math.nan
@@ -236,7 +236,7 @@ class Accuracy(NamedTuple):
 def accuracy(
     output: Any, target: Any, comparisons: Sequence[LossCall] = (), weight: Any = None, ignored: int = IGNORED
 ) -> Accuracy | None:
-    """Compare predictions with targets: one label for each sample, or for each pixel and the like.
+    """Compare predictions with targets that have one label per sample, per pixel, or similar.
 
     Labels that the criterion ignores do not count.
 
@@ -248,7 +248,7 @@ def accuracy(
         ignored: The label that the user's criterion ignores.
 
     Returns:
-        Numbers, or tensors with one element; None if it is unclear what the outputs are.
+        An `Accuracy` of numbers or one-element tensors; None if it is unclear how to interpret the outputs.
     """
     if len(comparisons) > 1:
         comparisons = [each for each in comparisons if each.output is output]
@@ -261,7 +261,7 @@ def accuracy(
 
 
 def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
-    """Return True if a weight seems to count labels, but not all of them: then it is unknown which are ignored."""
+    """Return True if a weight seems to count labels, but not all. Then it is unknown which labels are ignored."""
     if weight is None or found.num_labels is None:
         return False
     number = float(weight)
@@ -269,7 +269,7 @@ def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
 
 
 def known(found: Accuracy | None, once: Once, *, says_so: bool) -> Accuracy:
-    """Replace an unknown accuracy by NaN, and warn once, on the worker that `says_so`."""
+    """Replace an unknown accuracy by NaN. Warn about it once, on the worker with `says_so`."""
     if found is not None:
         return found
     if once.is_first("accuracy") and says_so:
@@ -306,7 +306,7 @@ def _by_shapes(output: torch.Tensor, target: torch.Tensor, counting: torch.Tenso
 
 
 def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
-    """Return True if there is a target for each position, given that the classes are in dimension `dim`."""
+    """Return True if there is a target for each position when the classes are in dimension `dim`."""
     places = [size for index, size in enumerate(output.shape) if index != dim]
     return [size for size in places if size != 1] == [size for size in target.shape if size != 1]
 
@@ -322,7 +322,7 @@ def _largest(output: torch.Tensor, target: torch.Tensor, dim: int, counting: tor
 
 
 def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> Accuracy:
-    """Compare true and false. Targets between 0 and 1 are probabilities, for which no prediction is right or wrong."""
+    """Compute the binary accuracy. NaN if a target is between 0 and 1, for which no prediction is right or wrong."""
     found = _of(((output > threshold) == (target > 0.5)).sum(), target.numel())
     are_certain = ((target == 0) | (target == 1)).all()
     return found._replace(share=torch.where(are_certain, found.share, math.nan))

@@ -1,9 +1,9 @@
-"""Models on PyTorch's meta device, which have no memory, get memory and initial values: all at once, or part by part.
+"""Allocates and initializes models that are on PyTorch's meta device, all at once or part by part.
 
-The values come from the `reset_parameters` of the modules, as in PyTorch's own modules. Tensors stay the same objects,
-so optimizers that were created before step the right ones.
+The values come from the modules' `reset_parameters`, as for PyTorch's own modules. Tensors stay the same objects, so
+optimizers that were created before step the right tensors.
 
-ADR 92 says why a model may have no values.
+ADR 92 explains why a model may have no values.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _RESETS = ("reset_parameters", "_reset_parameters")  # the latter in PyTorch's a
 
 
 def is_empty(model: torch.nn.Module) -> bool:
-    """Return True if a model, or a part of it, is on the meta device."""
+    """Return True if a model, or any part of it, is on the meta device."""
     return any(tensor.is_meta for tensor in _tensors(model, recurse=True))
 
 
 def fill(part: torch.nn.Module, device: torch.device) -> None:
-    """Give the tensors of a model or a part of it that are on the meta device memory on a real one, and values.
+    """Allocate and initialize the tensors of a model or a part of a model that are on the meta device.
 
     Args:
-        part: The model or the part. Other tensors are moved to the device, unless they are divided.
-        device: The device.
+        part: The model or the part. Its other tensors are moved to the device, unless they are sharded.
+        device: The device to allocate the tensors on.
 
     Raises:
         InvalidRegistrationError: A module does not initialize one of its tensors.
     """
     empty = [(module, list(_empty(module))) for module in part.modules()]
     for tensor in chain.from_iterable(tensors for _, tensors in empty):
-        if tensor.is_meta:  # a shared tensor may be filled already
+        if tensor.is_meta:  # a shared tensor may already be filled
             torch.utils.swap_tensors(tensor, _room_like(tensor, device))
     for module, tensors in reversed(empty):  # submodules first, as during construction
         if tensors:
@@ -48,10 +48,10 @@ def fill(part: torch.nn.Module, device: torch.device) -> None:
 
 
 def refuse_states(optimizers: Iterable[Any]) -> None:
-    """Check that optimizers have no state for parameters without values before their first step.
+    """Check that no optimizer already has state for parameters on the meta device.
 
     Raises:
-        InvalidRegistrationError: One of them has.
+        InvalidRegistrationError: An optimizer has such state.
     """
     for optimizer in optimizers:
         entries = getattr(optimizer, "state", {}).values()
@@ -72,7 +72,7 @@ def _empty(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _room_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for a tensor, filled so that a later write can be detected."""
+    """Allocate memory for a tensor, filled so that a later write can be detected."""
     room = torch.empty_like(tensor, device=device, requires_grad=False)
     if room.is_floating_point() or room.is_complex():
         room.fill_(float("nan"))

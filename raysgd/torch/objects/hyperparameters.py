@@ -1,7 +1,7 @@
-"""The hyperparameters of optimizers after a change of config: a state has those it was trained with, a config new ones.
+"""Hyperparameters of optimizers after a config change: a saved state has old values, and a config has new values.
 
-A state that was loaded keeps its momenta and its position in the schedule, but the hyperparameters are those that
-`setup` chose. If `config["lr"]` changes later, learning rates that came from it follow. A new learning rate scales the
+A loaded state restores the momenta and the position in the schedule, but the hyperparameters are those that `setup`
+chose. If `config["lr"]` changes later, learning rates that came from it are updated. A new learning rate scales the
 whole schedule.
 """
 
@@ -15,16 +15,19 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 Hyperparameters = Sequence[Mapping[str, Any]]
-"""Of one optimizer: the hyperparameters of each parameter group, by name."""
+"""The hyperparameters of one optimizer: for each parameter group, values by name."""
 
-_RATE, _FIRST_RATE, _HIGHEST_RATE = "lr", "initial_lr", "max_lr"  # the last one is from `OneCycleLR`
+_RATE, _FIRST_RATE, _HIGHEST_RATE = "lr", "initial_lr", "max_lr"  # `max_lr` is from `OneCycleLR`
 _RATES = frozenset({_RATE, _FIRST_RATE, _HIGHEST_RATE, "min_lr"})
 _CYCLED = frozenset({"momentum", "betas"})
-_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # of PyTorch's schedulers that do more than scale the first rate
+_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # of PyTorch's schedulers that do more than scale the initial rate
 
 
 def note_first_rates(schedulers: Iterable[Any]) -> None:
-    """Store the first rates of schedules, as `ReduceLROnPlateau` does not, so that later cuts can be recognized."""
+    """Store the initial rates of schedules, so that later cuts can be recognized.
+
+    `ReduceLROnPlateau` itself does not store them.
+    """
     for scheduler in schedulers:
         for group in _groups_of(scheduler, ()):
             if _is_plain(group[_RATE]):
@@ -32,7 +35,7 @@ def note_first_rates(schedulers: Iterable[Any]) -> None:
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """Return the hyperparameters of optimizers; an empty list for one without parameter groups."""
+    """Return the hyperparameters of optimizers, with an empty list for an optimizer without parameter groups."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 
@@ -47,7 +50,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
-    """Set the hyperparameters of optimizers. A new first rate scales the rates of the schedule, now and later.
+    """Set the hyperparameters of optimizers. A new initial rate scales the rates of the schedule, now and later.
 
     Args:
         read_before: Hyperparameters of these optimizers, from `read`.
@@ -55,7 +58,7 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
         schedulers: The schedulers of their learning rates.
 
     Raises:
-        ValueError: It is unknown how a schedule follows a new rate. Nothing is changed.
+        ValueError: It is unknown how a schedule adapts to a new rate. Nothing is changed.
     """
     moves = [
         (group, _moved(before, group))
@@ -72,12 +75,12 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
 def follow(chosen: Sequence[Hyperparameters], rate: Any, before: Any) -> list[Hyperparameters]:
     """Return the learning rates that `setup` would have chosen with another `config["lr"]`, for `apply`.
 
-    A rate comes from the config if it has the config's former value or, on a new worker, the new value.
+    A rate comes from the config if it equals the config's previous value or, on a new worker, the new value.
 
     Args:
         chosen: The result of `read` after `setup`.
         rate: The new value.
-        before: The former value.
+        before: The previous value.
 
     Raises:
         ValueError: The new value is not a valid learning rate.
@@ -98,7 +101,7 @@ def _followed(group: Mapping[str, Any], rate: Any, before: Any) -> dict[str, Any
 
 
 def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return only the hyperparameters of `after` that differ from those before, for `apply`."""
+    """Return only the hyperparameters of `after` that differ from those of `before`, to pass to `apply`."""
     found: list[Hyperparameters] = []
     for index, groups in enumerate(after):
         others = before[index] if index < len(before) else ()
@@ -108,7 +111,7 @@ def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in after.items() if name in before and before[name] != value}
-    if not found.keys().isdisjoint(_RATES):  # a scheduled rate needs all rates
+    if not found.keys().isdisjoint(_RATES):  # scaling a schedule needs all rates
         found.update({name: after[name] for name in _RATES if name in after})
     return found
 
@@ -122,7 +125,7 @@ def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -
 
 
 def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[], None]:
-    """Return a function that restores all hyperparameters."""
+    """Return a function that restores all current hyperparameters."""
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     numbers = [_plain(group) for group in groups]
     states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
@@ -137,7 +140,7 @@ def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[
 
 
 def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values from before, except that scheduled ones keep the group's position in the schedule."""
+    """Return the previous values, except that scheduled rates stay at the group's position in the schedule."""
     moved = {name: value for name, value in before.items() if name in group}
     first, new = group.get(_FIRST_RATE), before.get(_FIRST_RATE)
     if new is not None and _RATE in group:
@@ -153,7 +156,7 @@ def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
 
 
 def _following(schedulers: Iterable[Any], changed: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the schedulers of groups with new rates, after checking that they only scale the first rate."""
+    """Return the schedulers of groups with new rates, after checking that they only scale the initial rate."""
     following, scheduled = list[Any](), set[int]()
     for scheduler in schedulers:
         groups = {*map(id, _groups_of(scheduler, changed))}
@@ -188,7 +191,7 @@ def _groups_of(scheduler: Any, unknown: Sequence[Any]) -> Sequence[Any]:
 
 
 def _with_inner(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and those that it contains, as `SequentialLR` does."""
+    """Yield a scheduler and the schedulers inside it, as in a `SequentialLR`."""
     yield scheduler
     for value in getattr(scheduler, "__dict__", {}).values():
         for each in value if isinstance(value, list | tuple) else (value,):
@@ -197,7 +200,7 @@ def _with_inner(scheduler: Any) -> Iterator[Any]:
 
 
 def _follow(scheduler: Any) -> None:
-    """Let a scheduler continue from the current rates of its optimizer."""
+    """Make a scheduler continue from the current rates of its optimizer."""
     groups = scheduler.optimizer.param_groups
     known = scheduler.state_dict()
     rates = {

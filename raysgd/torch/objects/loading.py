@@ -1,8 +1,8 @@
-"""Saved states: checks that they match the registered objects, and loading them into models and optimizers.
+"""Loads saved states into models and optimizers, after checking that they match the registered objects.
 
-The whole state is checked before anything is replaced. Otherwise a mismatch would show later: when one model is loaded
-and the next one is not, in the first step, or never. So the checks also compare types and sizes that loading itself
-does not check. Names are those without what `torch.compile(model)` adds to them.
+The whole state is checked before anything is replaced. Otherwise, a mismatch would show up later or never: when one
+model is already loaded and the next fails, or in the first step. So the checks also compare types and sizes that
+loading itself does not check. Names are compared without the prefixes that `torch.compile(model)` adds.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from raysgd.core.arguments import is_integer
 from raysgd.trainer.worker.state.state_checks import require
 
 _EXTRA_STATE = "_extra_state"
-"""Suffix of keys with results of `get_extra_state`, which their owners may keep a reference to."""
+"""Suffix of keys with results of `get_extra_state`, to which their modules may hold a reference."""
 
 
 def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bool = True) -> None:
-    """Load a model's state dict. `load_state_dict` copies the tensors; the rest is copied here.
+    """Load a model's state dict. `load_state_dict` copies the tensors; other values are copied here.
 
     Args:
         model: The model.
-        saved: Its state, which was checked.
-        is_whole: Whether it leaves nothing out.
+        saved: The checked state dict of the model.
+        is_whole: True if the state dict is complete.
     """
     copies = {
         id(value): value
@@ -39,10 +39,10 @@ def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bo
 
 
 def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's state dict into its present tensors, if they have the same type and shape.
+    """Load an optimizer's state dict into its existing tensors, where dtype and shape match.
 
-    An optimizer keeps the tensors that are passed to `load_state_dict`. So it gets its own ones with the new values,
-    and copies of the others.
+    An optimizer keeps references to the tensors that are passed to `load_state_dict`. So pass it its own tensors,
+    filled with the new values, and copies of all other tensors.
     """
     groups = getattr(optimizer, "param_groups", ())
     taken = {_address(parameter) for group in groups for parameter in group["params"]}
@@ -53,7 +53,7 @@ def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None:
-    """Copy the tensors in `saved` into those at equal positions in `own`, and record the replacements in `copies`."""
+    """Copy the tensors in `saved` into the tensors at the same positions in `own`. Record replacements in `copies`."""
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         for key in own.keys() & saved.keys():
             _fill(own[key], saved[key], copies, taken)
@@ -63,7 +63,7 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
 
 
 def _is_alike(own: Any, saved: Any) -> bool:
-    """Return True if both are ordinary tensors with equal dtype and shape, and `own` does not share its memory."""
+    """Return True if both are plain tensors with equal dtype and shape, and `own` does not share its memory."""
     if type(own) is not torch.Tensor or type(saved) is not torch.Tensor:
         return False
     kinds = [(tensor.layout, tensor.dtype, tensor.shape) for tensor in (own, saved)]
@@ -80,7 +80,7 @@ _COMPILED = "_orig_mod"
 
 
 def plain(name: Any) -> Any:
-    """Return the name that a parameter or a module has without `torch.compile`.
+    """Return the name that a parameter or module has without `torch.compile`.
 
     Examples:
         >>> plain("encoder._orig_mod.0.weight")
@@ -90,12 +90,12 @@ def plain(name: Any) -> Any:
 
 
 def with_plain_names(state: Any) -> Any:
-    """Return the state of a model with the names that it has without `torch.compile`."""
+    """Return a model's state dict with the names that it has without `torch.compile`."""
     return _renamed(state, plain, plain)
 
 
 def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
-    """Return a saved state with the names that this model uses, compiled or not."""
+    """Return a saved state dict with the names that this model uses, compiled or not."""
     own = model.state_dict()
     names, modules = ({plain(name): name for name in known} for known in (own, getattr(own, "_metadata", ())))
     return _renamed(
@@ -104,7 +104,7 @@ def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
 
 
 def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any], Any]) -> Any:
-    """Return the state with new names, including the versions of modules that PyTorch stores in `_metadata`."""
+    """Return the state dict with new names, including the module versions that PyTorch stores in `_metadata`."""
     if not isinstance(state, Mapping) or all(name_of(name) == name for name in state):
         return state
     renamed: Any = OrderedDict((name_of(name), value) for name, value in state.items())
@@ -115,15 +115,15 @@ def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any
 
 
 def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = ()) -> None:
-    """Check that a state matches this model.
+    """Check that a saved state matches this model.
 
     Args:
         model: The model.
-        saved: What may be its state.
-        left_out: Plain names that need not be there.
+        saved: The saved value, which may not be a state dict.
+        left_out: Plain names that may be missing.
 
     Raises:
-        ValueError: It has other entries or shapes.
+        ValueError: The state has other entries or shapes.
     """
     require(isinstance(saved, Mapping), f"the state of a model is a `{type(saved).__name__}`, not a dict")
     own = model.state_dict()
@@ -144,7 +144,7 @@ def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = 
 
 
 def _takes(own: torch.Tensor, saved: Any) -> bool:
-    """Return True if a tensor can take the values of another one. A lazy one gets its shape from it."""
+    """Return True if `saved` can be loaded into the tensor `own`. A lazy tensor takes on the saved shape."""
     if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
         return False
     return is_lazy(own) or (own.shape == saved.shape and own.layout == saved.layout)
@@ -157,7 +157,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_versions(metadata: Any) -> None:
-    """Check the versions of layers, which PyTorch stores with a model's state and compares when it loads."""
+    """Check the layers' versions, which PyTorch stores with a model's state and compares when loading it."""
     if metadata is None:
         return
     require(isinstance(metadata, Mapping), "the versions of a model's layers are not a dict")
@@ -168,10 +168,10 @@ def _check_versions(metadata: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, saved: Any) -> None:
-    """Check that a state matches this optimizer.
+    """Check that a saved state matches this optimizer.
 
     Raises:
-        ValueError: Its groups, settings or tensors differ.
+        ValueError: The state's groups, settings or tensors differ.
     """
     require(isinstance(saved, Mapping), f"the state of an optimizer is a `{type(saved).__name__}`, not a dict")
     own = optimizer.state_dict()
@@ -199,7 +199,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
         name
         for name, value in getattr(optimizer, "defaults", {}).items()
         if isinstance(value, int | float | tuple) and not isinstance(value, bool)
-    }  # the other settings depend on the version of PyTorch, which sets missing ones
+    }  # other settings depend on the version of PyTorch, which adds missing settings
     if missing := sorted(needed - saved.keys()):
         raise ValueError(
             "The state of an optimizer does not fit, nothing was loaded: it belongs to another kind of optimizer, "
@@ -251,10 +251,10 @@ def _is_large(value: Any) -> bool:
 
 
 def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
-    """Check that states match these schedulers.
+    """Check that saved states match these schedulers.
 
     Raises:
-        ValueError: The numbers differ, or a state has another type.
+        ValueError: The number of states differs, or a state has another type.
     """
     require(isinstance(states, list | tuple), "the states of the schedulers are not a list")
     strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
@@ -271,10 +271,10 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
 
 
 def check_precision(own: Mapping[str, Any], saved: Any) -> None:
-    """Check that a state matches this mixed precision.
+    """Check that a saved state matches this mixed precision.
 
     Raises:
-        ValueError: An entry is missing, or has another type.
+        ValueError: An entry is missing or has another type.
     """
     require(isinstance(saved, Mapping), "the state of mixed precision is not a dict")
     if saved:
@@ -293,7 +293,7 @@ def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -
 
 
 def _is_of_kind(own: Any, saved: Any) -> bool:
-    """Return True if one value may replace the other. None matches None, and may replace a bool."""
+    """Return True if `saved` may replace `own`. None matches None, and may replace a bool."""
     if own is None or saved is None:
         return own is None or isinstance(own, bool)
     if _is_number(own):

@@ -1,9 +1,9 @@
-"""Training and evaluation mode of models: the modes that user code has set are restored after evaluation.
+"""Training and evaluation mode of models. The modes that user code has set are restored after evaluation.
 
-Each module of a model has its own mode: a frozen batch norm, or a teacher in the model, stays in evaluation mode during
-training. So `model.train()` does not undo `model.eval()`. Instead, the modes are stored and restored.
+Each module of a model has a separate mode: a frozen batch norm, or a teacher inside the model, stays in evaluation mode
+during training. So `model.train()` does not undo `model.eval()`. Instead, the modes are stored and restored.
 
-ADR 23 says why modes are restored.
+ADR 23 explains why modes are restored.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 
 class ModuleModes:
-    """Puts models into evaluation mode, and later restores the mode of every module in them."""
+    """Puts models into evaluation mode, and later restores the mode of every module in the models."""
 
     def __init__(self) -> None:
         self._before: list[tuple[torch.nn.Module, bool]] = []
         self._after: list[bool] = []
 
     def evaluate(self, models: Iterable[Any]) -> None:
-        """Put all models into evaluation mode. Objects that are not modules are left alone."""
+        """Put all models into evaluation mode. Objects that are not modules are ignored."""
         self.give_back()
         modules = [model for model in models if isinstance(model, torch.nn.Module)]
         parts = {id(part): part for model in modules for part in model.modules()}
@@ -32,11 +32,11 @@ class ModuleModes:
         self.note()
 
     def note(self) -> None:
-        """Store the modes at the end of the evaluation: a later change is the user's intention."""
+        """Record the modes at the end of the evaluation. Later changes are intended by the user."""
         self._after = [part.training for part, _ in self._before]
 
     def give_back(self) -> None:
-        """Restore the former modes of the modules, except for those that changed after `note`."""
+        """Restore the previous modes of the modules, except where a mode has changed since `note`."""
         if not self._before:
             return
         wanted = [
@@ -44,14 +44,14 @@ class ModuleModes:
             for (part, before), after in zip(self._before, self._after, strict=True)
         ]
         self._before, self._after = [], []
-        for part, mode in wanted:  # parents come first, since they may change their children
+        for part, mode in wanted:  # parents come first, because they may change their children
             _set(part, mode)
 
 
 def begin_training(model: torch.nn.Module) -> None:
-    """Put a model into training mode if all of it is in evaluation mode, as pretrained models are.
+    """Put a model into training mode if all of its modules are in evaluation mode, as in pretrained models.
 
-    If only some modules are in evaluation mode, this was done on purpose, and a model without trainable parameters
+    If only some modules are in evaluation mode, the user did this on purpose. A model without trainable parameters also
     stays in evaluation mode.
     """
     if model.training:
@@ -67,4 +67,4 @@ def _set(part: torch.nn.Module, mode: bool) -> None:
     if type(part).train is torch.nn.Module.train:
         part.training = mode
     else:
-        part.train(mode)  # its own `train` does more, such as merging weights for evaluation
+        part.train(mode)  # an overridden `train` does more, such as merging weights for evaluation

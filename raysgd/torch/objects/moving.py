@@ -16,9 +16,9 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copy tensors in nested tuples, lists, dicts and dataclasses to `device`, without waiting if memory is pinned.
+    """Copy tensors in nested tuples, lists, dicts and dataclasses to `device`, asynchronously if memory is pinned.
 
-    An object with a method `to`, such as a batch of `transformers`, is moved by that method.
+    An object with a `to` method, such as a batch of `transformers`, is moved by that method.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
@@ -38,19 +38,19 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def _moved_dataclass(value: Any, device: torch.device) -> Any:
-    """Copy a dataclass without calling its `__init__`, which may compute what is already there."""
+    """Copy a dataclass without calling its `__init__`, which may recompute existing values."""
     moved = {field.name: to_device(getattr(value, field.name), device) for field in fields(value)}
-    if isinstance(value, MutableMapping):  # an output of `transformers`, which is a dict too
+    if isinstance(value, MutableMapping):  # an output of `transformers`, which is also a dict
         remade: Any = replace(cast("Any", value), **moved)
         return remade
     copied = copy.copy(value)
     for name, item in moved.items():
-        object.__setattr__(copied, name, item)  # works for frozen ones too
+        object.__setattr__(copied, name, item)  # works for frozen dataclasses, too
     return copied
 
 
 def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
-    """Return the values of tensors with one element, waiting only once for the device."""
+    """Return the values of one-element tensors, waiting only once for the device."""
     if len({tensor.device for tensor in tensors}) > 1:
         return [float(tensor) for tensor in tensors]
     values: list[float] = torch.stack([tensor.reshape(()).double() for tensor in tensors]).tolist()
@@ -58,10 +58,10 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def packed(model: torch.nn.Module) -> torch.nn.Module:
-    """Make a copy of a model picklable, in place; `unpacked` completes it in the other process.
+    """Make a copy of a model picklable, in place. `unpacked` completes it in the receiving process.
 
-    PyTorch cannot pickle classes made by `torch.nn.utils.parametrize`, so modules get their former class. The hooks
-    with which `transformers` collects outputs refer to a variable of its module, which is pickled by name.
+    PyTorch cannot pickle classes created by `torch.nn.utils.parametrize`, so modules get their original class back. The
+    hooks with which `transformers` collects outputs refer to a variable of its module, which is pickled by name.
     """
     for part in model.modules():
         if parametrize.is_parametrized(part):
@@ -74,8 +74,8 @@ def packed(model: torch.nn.Module) -> torch.nn.Module:
 def unpacked(model: torch.nn.Module) -> torch.nn.Module:
     """Complete a packed model, possibly in another process, in place.
 
-    Modules get the classes of their parametrizations, and `transformers` gets the outputs to collect, which it only
-    knows for models that it created in this process.
+    Modules get their parametrized classes back. `transformers` is given the outputs to collect, which it knows only for
+    models that it created in this process.
     """
     registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", {})
     parts: list[Any] = list(model.modules())

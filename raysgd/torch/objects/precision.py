@@ -1,7 +1,7 @@
-"""The number format in which a model is trained: one object, chosen in one place.
+"""The numeric precision in which a model is trained: one object, chosen in one place.
 
-`Precision` itself is plain fp32; the others override only what differs. The functions at the end turn the user's flags
-into an object, and raise for a wrong one.
+`Precision` itself is plain fp32; the subclasses override only what differs. The functions at the end convert the user's
+flags to an object, and raise for an invalid flag.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _STATE_KEYS_OF_OLD = "amp"  # the key of Apex's state in old checkpoints
 
 
 class Precision:
-    """Plain fp32, and the interface of the other formats.
+    """Plain fp32, and the interface of the other precisions.
 
     Attributes:
-        is_mixed: True if part of the computation uses a shorter format.
-        flag: The operators' `self.use_fp16`: False, True for PyTorch's own, or "apex".
+        is_mixed: True if part of the computation uses a lower precision.
+        flag: The operators' `self.use_fp16`: False, True for PyTorch's own mixed precision, or "apex".
         state_key: Key of the state in a checkpoint; None if there is no state.
-        namespace: The operators' `self._amp`; its `autocast` works with every precision except Apex.
+        namespace: The operators' `self._amp`. Its `autocast` works with every precision except Apex.
         scaler: The operators' `self._amp_scaler`.
         skips_overflows: True if a step is skipped when gradients have overflowed.
-        can_defer: True if the exchange of gradients may be deferred to a later batch.
+        can_defer: True if gradient communication may be deferred to a later batch.
     """
 
     is_mixed = False
@@ -46,7 +46,7 @@ class Precision:
     def prepare(
         self, models: list[torch.nn.Module], optimizers: list[Any], initialize: Callable[..., Any]
     ) -> tuple[list[torch.nn.Module], list[Any]]:
-        """Prepare models and optimizers, after they are on their device and before they are wrapped."""
+        """Prepare models and optimizers, after they are moved to their device and before they are wrapped."""
         return models, optimizers
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -58,10 +58,10 @@ class Precision:
         loss.backward()
 
     def unscale(self, optimizer: Any) -> None:
-        """Scale the gradients to their true size, for code that reads them before the step."""
+        """Unscale the gradients to their true size, for code that reads them before the step."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
-        """Return the parameters that `optimizer` steps, with the gradients that it uses."""
+        """Return the parameters that `optimizer` updates, with the gradients that it uses."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def step(self, optimizer: Any) -> None:
@@ -69,21 +69,21 @@ class Precision:
         optimizer.step()
 
     def begin_call(self) -> None:
-        """Begin a training call."""
+        """Called when a training call starts."""
 
     def check_use(self) -> None:
-        """Raise if the requested format had no effect. Called before each optimizer step."""
+        """Raise if the requested precision had no effect. Called before each optimizer step."""
 
     def has_skipped(self) -> bool:
         """Return True if a step was skipped because of overflowed gradients since the last call of this method."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, under `state_key`."""
+        """Return the state to store in a checkpoint under `state_key`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load such a state."""
+        """Load a state that `state_dict` returned."""
 
 
 class NativeAmp(Precision):
@@ -92,8 +92,8 @@ class NativeAmp(Precision):
     Args:
         dtype: `torch.float16` or `torch.bfloat16`.
         device: Device of the model.
-        enabled: False to turn it off, with the same interface, as the old library did on CPUs.
-        must_act: True to refuse steps whose losses were computed without it.
+        enabled: False to disable mixed precision but keep the interface, as the old library did on CPUs.
+        must_act: True to reject steps whose losses were computed without mixed precision.
     """
 
     is_mixed = True
@@ -134,7 +134,7 @@ class NativeAmp(Precision):
         self._has_computed = self._has_scaled = not self._must_act
 
     def check_use(self) -> None:
-        """Raise if the format had no effect, or warn if only the backward pass used it.
+        """Raise if the precision had no effect, or warn if only the backward pass used it.
 
         Raises:
             ValueError: Nothing in this training call used this object.
@@ -163,9 +163,9 @@ class NativeAmp(Precision):
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any) -> None:
-        """Step the optimizer. All optimizers share one scale, which is updated when each has stepped.
+        """Step the optimizer. All optimizers share one scale, which is updated once every optimizer has stepped.
 
-        An update between their steps would leave the gradients of later ones with the old scale.
+        An update in between would leave the gradients of the remaining optimizers with the old scale.
         """
         if id(optimizer) in self._stepped:
             self._update()
@@ -180,7 +180,7 @@ class NativeAmp(Precision):
         self.scaler.update()
 
     def has_skipped(self) -> bool:
-        """Compare the scale, which decreases at each skipped step, even one by user code or inside an optimizer."""
+        """Compare the scale, which decreases in each skipped step, even if user code or the optimizer runs the step."""
         before, self._scale = self._scale, self.scaler.get_scale()
         return self._scale < before
 
@@ -196,10 +196,10 @@ class NativeAmp(Precision):
 
 
 class Apex(Precision):
-    """NVIDIA Apex's `amp`, which must be built from a source version that still contains it.
+    """NVIDIA Apex's `amp`, which must be built from an older commit of Apex that still contains it.
 
-    It checks for overflowed gradients at the end of each backward pass, and all ranks must see the same ones. So no
-    exchange can be deferred.
+    It checks for overflowed gradients at the end of each backward pass, and all ranks must see the same gradients then.
+    So gradient communication cannot be deferred.
     """
 
     is_mixed = True
@@ -245,12 +245,12 @@ class Apex(Precision):
 
 
 def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
-    """Warn of optimizers of PyTorch that train weights in 16 bits, where small updates are rounded away.
+    """Warn about PyTorch optimizers that train 16-bit weights, in which small updates are rounded away.
 
-    Others may know a way, such as a copy in fp32.
+    Optimizers of other libraries may compensate for this, for example with a copy in fp32.
 
     Args:
-        optimizers: Those that are registered.
+        optimizers: The registered optimizers.
         owner: The name of the operator.
     """
     for optimizer in optimizers:
@@ -273,7 +273,7 @@ def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
 
 
 def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state of `precision` in a checkpoint, also in an old one; None if there is none."""
+    """Return the state of `precision` in a checkpoint, even an old one; None if the checkpoint has none."""
     if precision.state_key is None:
         return None
     found = state.get(precision.state_key)
@@ -283,7 +283,7 @@ def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] |
 
 
 def choose_amp_backend(use_fp16: Any, native_amp: Any = None, apex_amp: Any = None) -> bool | str:
-    """Check `use_fp16`, and return the backend that it selects.
+    """Check `use_fp16` and return the backend that it selects.
 
     Args:
         use_fp16: `False`, `True` or `"apex"`.
@@ -294,7 +294,7 @@ def choose_amp_backend(use_fp16: Any, native_amp: Any = None, apex_amp: Any = No
         `False` for no mixed precision, `True` for PyTorch's own, `"apex"` for Apex.
 
     Raises:
-        ValueError: Any other value, including `None`.
+        ValueError: `use_fp16` has another value, such as `None`.
         ImportError: The selected backend is not installed.
     """
     if not (isinstance(use_fp16, int) and use_fp16 in (0, 1)) and use_fp16 != "apex":
@@ -313,18 +313,18 @@ PRECISIONS = ("fp32", "fp16", "bf16", "apex")
 
 
 def choose_precision(use_fp16: Any, precision: Any = None) -> str:
-    """Check both flags, and return the format that they select.
+    """Check both flags and return the precision that they select.
 
     Args:
         use_fp16: The flag of the old library; see `choose_amp_backend`.
         precision: One of `PRECISIONS`, or None to use `use_fp16`.
 
     Returns:
-        One of `PRECISIONS`, or "legacy" for `use_fp16=True`: fp16 on a GPU, and off on a CPU.
+        One of `PRECISIONS`, or "legacy" for `use_fp16=True`: fp16 on a GPU, disabled on a CPU.
 
     Raises:
-        ValueError: Any other value, or both flags are set.
-        ImportError: The selected format is not installed.
+        ValueError: A flag has another value, or both flags are set.
+        ImportError: The package that the precision needs is not installed.
     """
     chosen = choose_amp_backend(use_fp16)
     if precision is None:
@@ -342,7 +342,7 @@ def choose_precision(use_fp16: Any, precision: Any = None) -> str:
 
 
 def make_precision(use_fp16: Any, device: torch.device, precision: Any = None) -> Precision:
-    """Create the object for the flags; see `choose_precision` for allowed values."""
+    """Create the `Precision` for the flags. See `choose_precision` for allowed values."""
     chosen = choose_precision(use_fp16, precision)
     if chosen == "apex":
         return Apex()

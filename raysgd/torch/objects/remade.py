@@ -1,8 +1,8 @@
-"""Leaves frozen parameters that `setup` makes again out of states, and puts a digest of each into the state instead.
+"""Leaves frozen parameters that `setup` recreates out of states, and stores a digest of each parameter instead.
 
-This module is only imported if an operator sets `remakes_frozen = True`. It leaves out the parameters that are frozen
-at the end of `setup`. If one is trained later, even for a while, states contain it from then on. If one changes without
-being trained, saving a state raises an error that names it. See ADR 150.
+This module is imported only if an operator sets `remakes_frozen = True`. It leaves out the parameters that are frozen
+at the end of `setup`. If a parameter is trained later, even for a while, states contain it from then on. If a parameter
+changes without being trained, saving a state raises an error that names it. See ADR 150.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Digests = Mapping[str, str]
 """Digest of each parameter of a module, with its dtype and shape."""
 
 _ROW_WORDS = 512
-_NUM_SAMPLES = 64  # at most so many values of a parameter are compared in each check
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the number of bytes
-_PIECE_BITS, _NUM_PIECES = 8, 8  # a digest in pieces that are small enough for exact sums of squares
+_NUM_SAMPLES = 64  # maximum number of values per parameter that each check compares
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes
+_PIECE_BITS, _NUM_PIECES = 8, 8  # pieces of a digest are small enough for exact sums of squares
 
 
 class _Parameter:
-    """A frozen parameter that `setup` made. Its values at that time are its original values.
+    """A frozen parameter that `setup` created. Its values at that time are its original values.
 
     Attributes:
         parameter: The parameter.
         digest: Digest of the original values, which states contain instead of the parameter.
-        original: Copy of the original values, made before the parameter is trained or loaded; None without a copy.
+        original: Copy of the original values, taken before the parameter is trained or loaded; None without a copy.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -42,12 +42,12 @@ class _Parameter:
         self.note()
 
     def note(self) -> None:
-        """Remember that the parameter now has its original values."""
+        """Record that the parameter now has its original values."""
         self._mark, self._few = self._mark_now(), _few_of(self.parameter)
 
     @property
     def sampled(self) -> torch.Tensor:
-        """A few of its current values."""
+        """A few of the parameter's current values."""
         return self._few if self.parameter.is_contiguous() else _few_of(self.parameter)
 
     def _mark_now(self) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class _Parameter:
         return self._mark_now() != self._mark
 
     def has_changed(self) -> bool:
-        """Compare all values with the original ones. Return True if they differ."""
+        """Compare all values with the original values. Return True if they differ."""
         if digest_of(self.parameter) != self.digest:
             return True
         self.note()
@@ -67,13 +67,13 @@ class _Parameter:
 
     @torch.no_grad()
     def keep_original(self) -> None:
-        """Copy the original values, before the parameter gets others."""
+        """Copy the original values before the parameter is changed."""
         if self.original is None and digest_of(self.parameter) == self.digest:
             self.original = self.parameter.detach().cpu().clone()
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the original values, if they were copied."""
+        """Restore the original values if they were copied."""
         if self.original is not None:
             self.parameter.copy_(self.original)
             self.note()
@@ -84,10 +84,10 @@ class RemadeParameters:
 
     Args:
         parts: Modules whose states are saved: the models, then the criterion if it is trained.
-        operator_cls: Class whose `setup` makes the parameters.
+        operator_cls: Class whose `setup` creates the parameters.
 
     Attributes:
-        ids: The `id` of each parameter that is left out now.
+        ids: The `id` of each parameter that is currently left out.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module], operator_cls: type) -> None:
@@ -131,7 +131,7 @@ class RemadeParameters:
         return _reduced(state, left_out) if left_out else state
 
     def record(self) -> dict[str, Any]:
-        """Return the record that states contain instead of the parameters: a digest of each.
+        """Return the record that states contain instead of the parameters: a digest of each parameter.
 
         Raises:
             ValueError: A parameter has changed since `setup`.
@@ -142,7 +142,7 @@ class RemadeParameters:
         return {"by": self._by_whole_name, "parts": parts}
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return the left-out parameters of each module by name, for a state that leaves nothing out."""
+        """Return the left-out parameters of each module by name, to complete a state."""
         pairs = zip(self._made, self._left_out, strict=True)
         return [{name: made[name].parameter.detach() for name in made if name in names} for made, names in pairs]
 
@@ -150,7 +150,7 @@ class RemadeParameters:
         """Raise an error if a left-out parameter has changed.
 
         A write changes the version of a tensor, unless it goes through `.data`. So a few values of each parameter are
-        compared as well. All values are compared only after a sign of a write.
+        compared as well. All values are compared only if there is a sign of a write.
 
         Raises:
             ValueError: A parameter no longer has the values that `setup` gave it.
@@ -174,7 +174,7 @@ class RemadeParameters:
                     )
 
     def follow_trained(self) -> None:
-        """Stop leaving out the parameters that are trainable by now."""
+        """Stop leaving out the parameters that are now trainable."""
         for made, names in zip(self._made, self._left_out, strict=True):
             for name in [name for name in names if made[name].parameter.requires_grad]:
                 made[name].keep_original()
@@ -184,10 +184,10 @@ class RemadeParameters:
     def added_to(
         self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
     ) -> Callable[[torch.nn.Module], Collection[str] | None]:
-        """Return a function like `left_out_of` that also names the parameters left out here.
+        """Return a function like `left_out_of` that also returns the names of the parameters left out here.
 
         Args:
-            left_out_of: Returns the names of a model's parameters that ranks need not compare; None for all.
+            left_out_of: Returns the names of a model's parameters that ranks need not compare; None for all parameters.
         """
 
         def more_left_out_of(model: torch.nn.Module) -> Collection[str] | None:
@@ -200,21 +200,21 @@ class RemadeParameters:
     # ------------------------------------------------------------------------------------------------------- loading
 
     def fitting(self, index: int, saved: Any, record: Any) -> tuple[Any, Collection[str]]:
-        """Check that `setup` made the parameters that a saved state leaves out, with the same values.
+        """Check that `setup` created the parameters that a saved state leaves out, with the same values.
 
         Args:
             index: Index of the module.
             saved: Saved state of the module, with plain names.
-            record: Record in the saved state; None if the state leaves nothing out.
+            record: Record in the saved state; None if the state is complete.
 
         Returns:
-            The state to load, and the names that may be missing in it.
+            The state to load, and the names that may be missing from it.
 
         Raises:
-            ValueError: A parameter differs, or `setup` did not freeze it here, or its original values are gone.
+            ValueError: A parameter differs, or `setup` did not freeze it here, or its original values are lost.
         """
         if not isinstance(saved, Mapping):
-            return saved, ()  # the caller refuses it
+            return saved, ()  # the caller rejects it
         made, found = self._made[index], _digests_in(record, index)
         theirs = found or {}
         missing = {name for name in theirs if name not in saved}
@@ -259,7 +259,7 @@ class RemadeParameters:
             self._made[index][name].keep_original()
 
     def end_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Leave out what the loaded state left out, from now on, and restore the original values there."""
+        """From now on, leave out what the loaded state left out. Restore the original values of these parameters."""
         made = self._made[index]
         for name in {*left_out} - self._left_out[index]:
             made[name].put_back()
@@ -269,10 +269,10 @@ class RemadeParameters:
     # ------------------------------------------------------------------------------------------------ comparing ranks
 
     def check_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
-        """Check that all ranks made the same frozen parameters. All ranks must call this at the same time.
+        """Check that all ranks created the same frozen parameters. All ranks must call this at the same time.
 
         Raises:
-            ValueError: Ranks differ. Raised on all ranks, with the name of the parameter.
+            ValueError: The ranks differ. Raised on all ranks, with the name of the parameter.
         """
         named = [(index, name) for index, made in enumerate(self._made) for name in made]
         digests = [f"{name} {self._made[index][name].digest}" for index, name in named]
@@ -297,10 +297,10 @@ class RemadeParameters:
 
 
 def refuse_left_out(record: Any, operator_cls: type) -> None:
-    """Refuse a state that leaves parameters out, because the operator does not make them again.
+    """Reject a state that leaves parameters out, because the operator does not recreate them.
 
     Args:
-        record: Record in the state, with the digests of these parameters.
+        record: Record in the state, with the digests of the left-out parameters.
         operator_cls: Class of the operator.
 
     Raises:
@@ -317,10 +317,10 @@ def refuse_left_out(record: Any, operator_cls: type) -> None:
 
 
 def completed(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state of a module with the left-out parameters put back.
+    """Return a module's state with the left-out parameters added.
 
     Args:
-        state: State without them.
+        state: State without the left-out parameters.
         tensors: Left-out parameters by name.
     """
     return _like(state, {**state, **tensors})
@@ -332,7 +332,7 @@ def _reduced(state: Any, names: Collection[str]) -> Any:
 
 
 def _like(state: Any, content: Mapping[str, Any]) -> Any:
-    """Return a state with other content but the same attributes, in which PyTorch keeps the versions of modules."""
+    """Return a state with new content but the same attributes, in which PyTorch stores the versions of modules."""
     made: Any = OrderedDict(content)
     vars(made).update(getattr(state, "__dict__", {}))
     return made
@@ -343,7 +343,7 @@ def _maker_in(record: Any) -> str:
 
 
 def parts_of(record: Any) -> Sequence[Any]:
-    """Return the digests in a record, by module; None for a module that is complete in the state.
+    """Return the digests in a record, by module. None stands for a module whose state is complete.
 
     Raises:
         ValueError: `record` is not a record.
@@ -364,13 +364,13 @@ def _digests_in(record: Any, index: int) -> Digests | None:
 
 
 def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, part: str) -> dict[str, Any]:
-    """Return a state that has taken one part from a saved state, with a record that fits.
+    """Return the state with a record that fits after one part was taken from a saved state.
 
     Args:
-        state: State that has taken the part. It has `models`.
-        saved: State that the part is from.
+        state: State that contains the taken part. It has `models`.
+        saved: State from which the part was taken.
         key: Key of the record in both states.
-        part: "models" or "criterion".
+        part: The taken part: "models" or "criterion".
     """
     records = [each.get(key) for each in (state, saved)]
     num_models = len(state["models"])
@@ -394,8 +394,8 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 def digest_of(tensor: torch.Tensor) -> str:
     """Return the dtype, the shape and a digest of a tensor. Equal tensors have equal digests on all devices.
 
-    The tensor's device adds up rows of 512 words of eight bytes, and only the sums are hashed. The digest detects
-    other weights, but not forged ones.
+    The tensor's device sums rows of 512 eight-byte words, and only the sums are hashed. The digest detects different
+    weights, but not deliberately forged weights.
 
     Examples:
         >>> digest_of(torch.ones(2, 3))
@@ -418,7 +418,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def _few_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a few values of a parameter. If it is contiguous, this is a view of its memory."""
+    """Return the bits of a few values of a parameter. If it is contiguous, the result is a view of its memory."""
     values = parameter.detach()
     flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     few = flat[:: max(1, -(-flat.numel() // _NUM_SAMPLES))]
@@ -426,7 +426,7 @@ def _few_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(samples: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a copy of the samples, as one tensor for each device."""
+    """Return a copy of the samples, concatenated to one tensor per device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in samples:
         by_device.setdefault(each.device, []).append(each)
@@ -440,7 +440,7 @@ def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 
 
 def _pieces(text: str) -> list[int]:
-    """Return the pieces of a text's digest, each followed by its square."""
+    """Return the pieces of a string's digest, each followed by its square."""
     import xxhash
 
     digest = xxhash.xxh3_64_intdigest(text.encode())
@@ -449,5 +449,5 @@ def _pieces(text: str) -> list[int]:
 
 
 def _are_alike(num_ranks: float, sums: Sequence[float]) -> bool:
-    """Return True if all ranks added the same values: only then is the mean of squares the square of the mean."""
+    """Return True if all ranks added the same values. Only then is the mean of squares the square of the mean."""
     return all(num_ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))

@@ -1,7 +1,7 @@
-"""Copies and restores the state of the random number generators that training code uses.
+"""Captures and restores the state of the random number generators that training code uses.
 
 The captured state is a flat dict of bytes, numbers and None. So two states can be compared by `==`, and
-`torch.load(weights_only=True)` can read one from an untrusted file.
+`torch.load(weights_only=True)` can read a state from an untrusted file.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 import torch
 
 RNG = "rng"
-"""Key of the random states of all ranks in a file."""
+"""Key of all ranks' generator states in a file."""
 
 _MERSENNE_TWISTER = "MT19937"
 _NUM_WORDS = 624
 _PYTHON_WORDS = struct.Struct(f"<{_NUM_WORDS + 1}I")
-"""The generator's words, followed by its position: Python's `random` returns them as one tuple."""
+"""The generator's words followed by its position. Python's `random` returns them as one tuple."""
 
 _TORCH_BYTES = 5056
 _TORCH_PLACE = struct.Struct("<iiQ")
 _TORCH_PLACE_AT = 8
-"""Number of words left, a flag for "seeded", and the next position: in the state of PyTorch's CPU generator."""
+"""Offset of three fields in the state of PyTorch's CPU generator: words left, a "seeded" flag, and next position."""
 
 _CUDA_BYTES = 16
 
@@ -44,11 +44,11 @@ _KEYS = (
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the global generators of torch, Python and NumPy in this process.
+    """Return the states of the global generators of PyTorch, Python and NumPy in this process.
 
-    This includes torch's CPU generator, that of the current CUDA device if this process uses CUDA, the `random` module,
-    and `numpy.random`'s legacy global generator. Entries of a missing generator are None. So are NumPy's if its global
-    generator was replaced by one that is no Mersenne Twister.
+    This includes PyTorch's CPU generator, the generator of the current CUDA device if this process uses CUDA, the
+    `random` module, and `numpy.random`'s legacy global generator. Entries of a missing generator are None. NumPy's
+    entries are also None if its global generator was replaced by a generator other than the Mersenne Twister.
     """
     version, words, gauss = random.getstate()
     return {
@@ -62,8 +62,8 @@ def capture() -> dict[str, Any]:
 
 
 def seed_alike(seed: int) -> None:
-    """Seed the global generators of torch, Python and NumPy, so that models start equal on all ranks."""
-    torch.manual_seed(seed)  # CUDA too
+    """Seed the global generators of PyTorch, Python and NumPy, so that models start identical on all ranks."""
+    torch.manual_seed(seed)  # also seeds CUDA
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
@@ -74,15 +74,15 @@ def part_ways(seed: int, rank: int) -> None:
 
 
 def fork(state: Mapping[str, Any], number: int) -> None:
-    """Set the generators to a captured state; above 0, to a branch of it that depends on `number`.
+    """Set the generators to a captured state or, if `number` is above 0, to a state derived from it and `number`.
 
-    Each generator gets its own seed from its own state, so one that was seeded gives the same numbers even if another
-    was not.
+    Each generator is reseeded from its own captured state. So a generator that the user seeded yields the same numbers
+    even if another generator was not seeded.
     """
     restore(state)
     if number == 0:
         return
-    torch.manual_seed(_seed_of(state["torch"], number))  # CUDA too
+    torch.manual_seed(_seed_of(state["torch"], number))  # also seeds CUDA
     random.seed(_seed_of(state["python_words"], number))
     if state["numpy_words"] is not None:
         np.random.seed(_seed_of(state["numpy_words"], number) % 2**32)
@@ -97,18 +97,18 @@ def check(state: Any) -> None:
     """Check that `restore(state)` will succeed, without changing anything.
 
     Raises:
-        ValueError: `state` lacks entries, is damaged, or comes from another kind of generator.
+        ValueError: `state` lacks entries, is damaged, or comes from another type of generator.
     """
     _checked(state)
 
 
 def restore(state: Any) -> None:
-    """Restore every generator in `state` to where it was when `capture` returned `state`.
+    """Restore every generator in `state` to its state when `capture` was called.
 
-    The state of a CUDA device is ignored if there is none.
+    The state of a CUDA device is ignored if this process has no such device.
 
     Raises:
-        ValueError: See `check`; no generator has changed.
+        ValueError: See `check`. No generator has changed.
     """
     writers: list[Any] = [torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state]
     for write, own in zip(writers, _checked(state), strict=True):
@@ -117,7 +117,7 @@ def restore(state: Any) -> None:
 
 
 def _checked(state: Any) -> list[Any]:
-    """Return the states for the generators of torch, CUDA, Python and NumPy; None for those that are not covered."""
+    """Return the states for the generators of PyTorch, CUDA, Python and NumPy; None for generators not in `state`."""
     missing = [key for key in _KEYS if key not in state] if isinstance(state, Mapping) else list(_KEYS)
     if missing:
         raise ValueError(f"`restore(state)`: `state` lacks {missing}. Pass what `capture()` returned.")
@@ -138,7 +138,7 @@ def _checked(state: Any) -> list[Any]:
 def _checked_torch(content: Any) -> torch.Tensor:
     state = _bytes_to_tensor(content)
     torch.Generator().set_state(state)
-    if len(content) == _TORCH_BYTES:  # PyTorch checks each number, but together they may point outside of the words
+    if len(content) == _TORCH_BYTES:  # PyTorch checks each field, but together they may point past the words
         num_left, _, position = _TORCH_PLACE.unpack_from(content, _TORCH_PLACE_AT)
         _require(num_left + position <= _NUM_WORDS + 1, "a position outside of its words")
     return state

@@ -1,1 +1,1 @@
-"""The library's record of a PyTorch operator, and the work of `register`."""
+"""The library's record of a PyTorch operator, and the implementation of `register`."""

@@ -1,7 +1,8 @@
 """The library's record of a PyTorch operator: registered objects, trained parts, and the objects its methods use.
 
-The trained parts are the parameters that are not frozen and the groups of optimizers, as `setup` or the last `rewrap`
-left them. Snapshots contain them if `rewrap` changed them, so that processes that only ran `setup` train the same.
+The trained parts are the parameters that are not frozen and the parameter groups of optimizers, as of the end of
+`setup` or the last `rewrap`. Snapshots contain a record of them if `rewrap` changed them, so that processes that ran
+only `setup` train the same parts.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from raysgd.utils import IS_PADDING
 
 Flags = tuple[list[list[bool]], list[int]]
 Noted = dict[str, Any]
-"""Trained parts by name. `frozen`: names of frozen parameters by module. `groups`: names by optimizer and group."""
+"""Trained parts by name. `frozen`: frozen parameters by module. `groups`: parameters by optimizer and group."""
 
 
 class TrainedParts:
-    """The record of frozen parameters and optimizer groups.
+    """A record of frozen parameters and optimizer groups.
 
     Args:
         registered: The registered objects, at the end of `setup`.
@@ -53,26 +54,26 @@ class TrainedParts:
         self.note()
 
     def note(self) -> None:
-        """Record what is trained now."""
+        """Record which parts are trained now."""
         self._now, self._flags = _read(self._registered), _flags_of(self._registered)
 
     @property
     def since_setup(self) -> Noted | None:
-        """The trained parts, for a snapshot; None if they are unchanged since `setup`."""
+        """The recorded trained parts, for a snapshot; None if they are unchanged since `setup`."""
         return None if self._now == self._of_setup else self._now
 
     @property
     def flags(self) -> Flags:
-        """The trained parts now: `requires_grad` of each parameter, and the number of groups of each optimizer."""
+        """The current trained parts: `requires_grad` of each parameter, and the number of groups of each optimizer."""
         return _flags_of(self._registered)
 
     def has_changed(self, freezes_in_batches: bool = False) -> bool:
         """Return True if parameters were frozen or unfrozen, or groups were added, since the last `note`.
 
-        A completely frozen model counts as unchanged, because user code may freeze it for a part of each batch.
+        A fully frozen model counts as unchanged, because user code may freeze it for a part of each batch.
 
         Args:
-            freezes_in_batches: True to count single frozen parameters as unchanged as well.
+            freezes_in_batches: True to count individual frozen parameters as unchanged, too.
         """
         present = _flags_of(self._registered)
         if present == self._flags:
@@ -87,10 +88,10 @@ class TrainedParts:
         )
 
     def check(self, freezes_in_batches: bool = False) -> None:
-        """Check that nothing has changed since the last `note`; see `has_changed`.
+        """Check that the trained parts have not changed since the last `note`; see `has_changed`.
 
         Raises:
-            ValueError: Something has changed.
+            ValueError: The trained parts have changed.
         """
         if self.has_changed(freezes_in_batches):
             raise ValueError(
@@ -99,10 +100,10 @@ class TrainedParts:
             )
 
     def take(self, noted: Noted | None) -> bool:
-        """Freeze and unfreeze parameters and add groups as in a snapshot. Return True if anything changed.
+        """Freeze and unfreeze parameters and add groups to match a snapshot. Return True if anything changed.
 
         Args:
-            noted: The trained parts in the snapshot; None for those of `setup`.
+            noted: The trained parts in the snapshot; None for the trained parts at the end of `setup`.
 
         Raises:
             ValueError: A group has parameters that are not registered.
@@ -136,7 +137,7 @@ def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _named(optimizer: Any, names: Mapping[int, str]) -> list[list[str | None]]:
-    """Return the names of the parameters in each group; None for a parameter that is not registered."""
+    """Return the names of the parameters in each group, with None for a parameter that is not registered."""
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in _groups_of(optimizer)]
 
 
@@ -151,7 +152,7 @@ def _names(registered: RegisteredObjects) -> dict[str, torch.Tensor]:
 def _give_groups(
     optimizer: Any, groups: Sequence[Sequence[str | None]], parameters: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Give an optimizer these groups: drop its groups from the first one that differs, and add the remaining ones."""
+    """Set an optimizer's groups: remove its groups from the first that differs, and add the remaining ones."""
     own = _named(optimizer, {id(parameter): name for name, parameter in parameters.items()})
     num_alike = 0
     for ours, theirs in zip(own, groups, strict=False):
@@ -176,10 +177,11 @@ _NOTHING = nullcontext()
 class OptimizerChoice:
     """Chooses the optimizers for a call of `backward` or `optimizer_step`.
 
-    It takes them from the argument, from the stock code that is running, or takes the only registered one.
+    Takes the optimizers from the argument or from the default method that is running. Otherwise, takes the only
+    registered optimizer.
 
     Args:
-        default: Returns `self.optimizer` of the operator, or raises if there is none.
+        default: Returns `self.optimizer` of the operator. Raises if the operator has none.
 
     Attributes:
         registered: All registered optimizers.
@@ -191,12 +193,12 @@ class OptimizerChoice:
         self._acting: Any = None
 
     def acting_on_usual(self) -> AbstractContextManager[None]:
-        """Return the context in which methods without an argument act on `self.optimizer`."""
+        """Context in which methods that are called without an optimizer act on `self.optimizer`."""
         return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
 
     @contextmanager
     def acting_on(self, optimizer: Any) -> Iterator[None]:
-        """Let methods act on `optimizer` inside the context, also overrides without such an argument."""
+        """Make methods act on `optimizer` inside the context, including overrides without an `optimizer` parameter."""
         before, self._acting = self._acting, optimizer
         try:
             yield
@@ -208,7 +210,7 @@ class OptimizerChoice:
 
         Args:
             method: Name of the method.
-            given: Its argument `optimizer`.
+            given: The method's argument `optimizer`.
 
         Raises:
             ValueError: It is unclear which optimizers are meant.
@@ -233,7 +235,7 @@ class OptimizerChoice:
         return [self._default()]
 
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
-        """Return the other optimizers whose gradients stock code clears as well, because it has no other loss."""
+        """Return the other optimizers whose gradients default methods also clear: these methods have only one loss."""
         registered = () if given is not None else self.registered
         return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
 
@@ -243,19 +245,19 @@ class TorchInternals(Internals):
 
     Attributes:
         registered: Models, optimizers, criterion and schedulers.
-        data: Loaders.
+        data: Data loaders.
         scheduler_step_freq: When the library steps schedulers.
-        precision: Number format of the training.
-        parallel: Strategy that keeps the replicas equal. Its `leg` is the `place` of training batches.
+        precision: Numeric precision of the training.
+        parallel: Strategy that keeps the replicas in sync. Its `leg` is the `place` of training batches.
         choice: Chooses the optimizers for a call of `backward` or `optimizer_step`.
         trained: Frozen parameters and optimizer groups; None before the end of `setup`.
-        remade: Frozen parameters that no state holds; None unless the operator sets `remakes_frozen`.
+        remade: Frozen parameters that states leave out; None unless the operator sets `remakes_frozen`.
         loss_calls: Observes calls of the criterion.
         own_steps: Clips gradients before optimizers step.
         gradients: Computes and applies gradients.
-        chosen: Hyperparameters of the optimizers that `setup` chose.
-        follows_rate: True if a learning rate followed the last change of the config.
-        evaluated: Calls of the criterion in a validation batch that are means over labels.
+        chosen: Optimizer hyperparameters that `setup` chose.
+        follows_rate: True if a learning rate was adjusted to the last change of the config.
+        evaluated: Calls of the criterion in a validation batch whose results are means over labels.
     """
 
     context: OperatorContext
@@ -272,7 +274,7 @@ class TorchInternals(Internals):
         self.own_steps = OwnSteps(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
-        self._reported: dict[str, Any] | None = None  # metrics of the current batch from the stock `train_batch`
+        self._reported: dict[str, Any] | None = None  # metrics of the current batch from the default `train_batch`
         self._counts_ahead = False
         self.evaluated: list[LossCall] = []
         self.loss_calls = LossCalls()
@@ -286,10 +288,10 @@ class TorchInternals(Internals):
         return self.context.use_gpu
 
     def as_batch(self, arrays: Any, form: BatchForm) -> Any:
-        """Return arrays as a batch for the models of the operator."""
+        """Convert arrays to a batch for the operator's models."""
         return as_batch(arrays, form, self.registered.original_models)
 
-    # The next three are empty before `register`, because nothing is computed in the precision yet.
+    # The next three properties are empty before `register`, because nothing is computed in the precision yet.
 
     @property
     def fp16(self) -> bool | str:
@@ -308,11 +310,11 @@ class TorchInternals(Internals):
 
     @property
     def criterion(self) -> Any:
-        """Criterion that the stock methods use; None if there is none."""
+        """Criterion that the default methods use; None without a criterion."""
         return getattr(self._operator, "criterion", self.registered.criterion)
 
     def register(self, **given: Any) -> tuple[Any, ...]:
-        """Register the arguments of the operator's `register`. Return what that method returns."""
+        """Register the arguments of the operator's `register`. Return the value for `register` to return."""
         if self._operator.remakes_frozen:
             self.parallel.shares_frozen = False
         register(self._operator, self.context, given, self.registered, self._keep)
@@ -323,7 +325,7 @@ class TorchInternals(Internals):
         self.registered, self.choice.registered = registered, registered.optimizers
 
     def begin_training(self, counts_ahead: bool = False) -> None:
-        """Called at the end of `setup`. Gradients of parameters that are frozen by now are not averaged.
+        """Called at the end of `setup`. Gradients of parameters that are frozen by then are not averaged.
 
         Args:
             counts_ahead: True if metrics can go to the meters before the backward pass, because no user code runs
@@ -338,10 +340,10 @@ class TorchInternals(Internals):
             warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
 
     def _leave_out_frozen(self) -> None:
-        """Leave frozen parameters out of states from now on. Check first that all ranks have made the same ones.
+        """Leave frozen parameters out of states from now on, after checking that they are the same on all ranks.
 
         Raises:
-            ValueError: The ranks' frozen parameters differ, or the models are divided.
+            ValueError: The ranks' frozen parameters differ, or the models are sharded.
         """
         from raysgd.torch.objects.remade import RemadeParameters
 
@@ -356,7 +358,7 @@ class TorchInternals(Internals):
             self.remade.check_ranks(self.sum_over_workers)
 
     def rewrap(self) -> None:
-        """Average the gradients of all parameters that are trainable now."""
+        """Start averaging the gradients of all parameters that are trainable now."""
         self.parallel.rewrap(self.registered.wrapped)
         if self.trained is not None:  # otherwise still in `setup`
             self.trained.note()
@@ -364,12 +366,12 @@ class TorchInternals(Internals):
             self.remade.follow_trained()
 
     def follow_trained(self, noted: Noted | None) -> None:
-        """Train the parts that a snapshot names. Called on all ranks that load it."""
+        """Train the parts that a snapshot lists. Called on all ranks that load the snapshot."""
         if self.trained.take(noted):
             self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Let the optimizers' learning rates follow a changed `lr` of the config."""
+        """Adjust the optimizers' learning rates to a changed `lr` of the config."""
         if "lr" not in changed:
             return
         new = hyperparameters.follow(self.chosen, config["lr"], changed["lr"])
@@ -382,9 +384,9 @@ class TorchInternals(Internals):
         return (parameter for part in self.registered.trained for parameter in part.parameters())
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
-        """Split what `forward` returned into output, loss and weight. Log its metrics."""
+        """Split the result of `forward` into output, loss and weight. Log the metrics in it."""
         if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
-            return *returned, None  # like the stock `forward`
+            return *returned, None  # like the default `forward`
         parts, metrics = batches.without_metrics(returned)
         for name, value in metrics.items():
             note(self.logged, name, value)
@@ -399,7 +401,7 @@ class TorchInternals(Internals):
         """Return the number of samples of a batch.
 
         Raises:
-            ValueError: It is unknown.
+            ValueError: The number of samples is unknown.
         """
         num_samples, found = self._sizes_of(batch)
         if found != num_samples:
@@ -407,29 +409,29 @@ class TorchInternals(Internals):
         return num_samples
 
     def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
-        """Return the number of samples of a batch, and its weight if it has one.
+        """Return the number of samples of a batch, and the batch's weight if it has one.
 
         Args:
             features: The inputs.
             target: The target.
             weight: Weight that `forward` returned; None if it returned none. If the number of samples is unknown as
-                well, the batch counts by the labels of the criterion.
+                well, the batch is weighted by the labels that the criterion counts.
 
         Raises:
-            ValueError: The batch has no weight, and neither its samples nor its labels are known.
+            ValueError: The batch has no weight, and the numbers of its samples and labels are unknown.
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
             if len(self.place.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.place.batch.has_uncounted = True  # unless the loss is the criterion's
+            self.place.batch.has_uncounted = True  # unless the loss is the criterion's result
         counts = {NUM_SAMPLES: num_samples}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def _sizes_of(self, batch: Any) -> tuple[int, int]:
-        """Return the number of samples that were drawn for a batch, and the number found in it.
+        """Return the number of samples that were drawn for a batch, and the number that the batch contains.
 
-        For padding, both are the number found.
+        For padding, both are the number that the batch contains.
         """
         drawn = self.place.batch.num_samples if self.place is not None else None
         if drawn:
@@ -441,7 +443,7 @@ class TorchInternals(Internals):
         """Run `forward` on a validation batch.
 
         Returns:
-            The predictions, the target, the calls of the criterion, and a dict of `val_loss`, the number of samples,
+            The predictions, the target, the calls of the criterion, and a dict with `val_loss`, the number of samples,
             and the weight if `forward` returned one.
         """
         operator, comparisons = self._operator, list[LossCall]()
@@ -460,11 +462,11 @@ class TorchInternals(Internals):
         self.evaluated = []
 
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Complete the metrics of the stock `train_batch` before its backward pass.
+        """Complete the metrics of the default `train_batch` before its backward pass.
 
-        In the stock loop, they wait in the meters from here on. With the last gradients of the backward pass, each rank
-        sends the others what it has measured, and that must include this batch. The meters count it when the step
-        counts.
+        In the default loop, the metrics are pending in the meters from here on. With the last gradients of the backward
+        pass, each rank sends its metrics to the other ranks, and they must include this batch. The meters count the
+        metrics once the step counts.
         """
         if not self._counts_ahead or self.place is None:
             return metrics
@@ -476,9 +478,9 @@ class TorchInternals(Internals):
         return metrics
 
     def end_batch(self, metrics: Any, batch: Any) -> None:
-        """End a batch: let the metrics that `train_batch` returned wait in the meters, unless `report` did so.
+        """End a batch. Add the metrics that `train_batch` returned to the meters as pending, unless `report` did so.
 
-        The meters count them when the loop asks for the next batch. `global_step` is ahead until then.
+        The meters count them when the loop asks for the next batch. Until then, `global_step` is ahead of the meters.
         """
         leg, reported, self._reported = self.parallel.leg, self._reported, None
         if leg.batch.is_waiting:  # `train_batch` ran no backward pass
@@ -492,7 +494,7 @@ class TorchInternals(Internals):
             if not waits:
                 if reported is not None:
                     self.meters.held.pop()
-                self.meters.hold(*self.parted(metrics, "train_batch"))
+                self.meters.hold(*self.values_and_weight(metrics, "train_batch"))
             if BATCH_WEIGHT in metrics:
                 self.gradients.compare_weight(metrics, type(self._operator).__name__)
         if self.callbacks.noting_batches:
@@ -500,15 +502,15 @@ class TorchInternals(Internals):
         self._operator.global_step += leg.batch.is_last_part
 
     def note_amount(self, comparison: LossCall) -> None:
-        """Note a call of the criterion in an evaluation, and its number of labels."""
+        """Record a call of the criterion in an evaluation, and its number of labels."""
         if comparison.amount is not None:
             self.place.batch.amounts.append(comparison.amount)
-            self.evaluated.append(comparison._replace(output=None, target=None))  # these are large
+            self.evaluated.append(comparison._replace(output=None, target=None))  # output and target are large
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # the batch was left out
-        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # otherwise complete already
+        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # otherwise already complete
             metrics = super().completed(metrics, batch)
         if self.place is None or not isinstance(metrics, Mapping):
             return metrics
@@ -521,7 +523,7 @@ class TorchInternals(Internals):
         return metrics if counts_alike else self._weighted(metrics)
 
     def _check_count(self, num_samples: Any) -> None:
-        """Refuse a returned `num_samples` that differs from the samples by which the gradients counted."""
+        """Reject a returned `num_samples` that differs from the number of samples that weighted the gradients."""
         batch = self.place.batch
         counts = self.place.has_several_batches and not batch.is_padding
         if counts and num_samples != batch.samples is not None:
@@ -533,7 +535,7 @@ class TorchInternals(Internals):
             )
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the metrics of a batch with the weights of losses that are not means over samples."""
+        """Return the metrics of a batch, with weights for losses that are not means over samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
         if self.evaluated:
@@ -543,10 +545,10 @@ class TorchInternals(Internals):
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 
     def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
-        """Return the number of labels over which `val_loss` is the mean; None if the criterion did not return it.
+        """Return the number of labels over which `val_loss` is the mean; None if it is not a result of the criterion.
 
         Raises:
-            ValueError: The criterion did not return it, and counts labels unevenly.
+            ValueError: `val_loss` is not a criterion's result, and the criterion counts labels unevenly.
         """
         loss = metrics.get("val_loss")
         for call in self.evaluated:
@@ -570,7 +572,7 @@ class TorchInternals(Internals):
         return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects.remember_all)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """Predict a batch like the stock `predict_batch`."""
+        """Predict a batch like the default `predict_batch`."""
         operator, model = self._operator, required(self._operator, "model")
         features = batches.inputs(operator.prepare_batch, batch, info.get(HAS_TARGET, False), model)
         with operator.timers.record("predict_fwd"), self.precision.forward():
@@ -578,11 +580,11 @@ class TorchInternals(Internals):
         return batches.prediction(output)
 
     def mean_over_workers(self, name: str, *parts: Mapping[str, Any]) -> float | None:
-        """Return the mean of a metric over all workers; None if no worker has it. All workers must call this.
+        """Return the mean of a metric over all workers; None if no worker has the metric. All workers must call this.
 
         Args:
             name: Name of the metric.
-            *parts: Metrics of this worker: of an epoch or, with `num_samples`, of parts of a batch or from user code.
+            *parts: This worker's metrics: of an epoch or, with `num_samples`, of parts of a batch or from user code.
         """
         counted = []
         for metrics in parts:
@@ -606,7 +608,7 @@ class TorchInternals(Internals):
 
 
 def _is_result(value: Any, result: torch.Tensor) -> bool:
-    """Return True if a metric is a result of the criterion, as a tensor or as a number."""
+    """Return True if a metric is this result of the criterion, as a tensor or as a number."""
     if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
         return True
     own = result.item()
@@ -624,11 +626,11 @@ def _unknown_count(drawn: int, found: int) -> ValueError:
 
 
 def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
-    """Return the weights of single metrics, as entries of a batch's metrics.
+    """Return the weights of individual metrics, as entries for a batch's metrics.
 
     Args:
-        counts: Number of samples of the batch, and its weight if it has one.
-        amounts: Weights by metric; None if a metric counts like the others.
+        counts: Number of samples of the batch, and the batch's weight if it has one.
+        amounts: Weights by metric; None if a metric has the batch's weight.
     """
     usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
     are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}

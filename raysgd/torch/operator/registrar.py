@@ -1,7 +1,7 @@
-"""The work of `register` and `register_data`: check, place, prepare and wrap the objects, and record them.
+"""Implements `register` and `register_data`: checks, prepares and wraps the objects, and records them.
 
-The library trains, saves and restores the objects in the record, whatever other attributes an operator has. The user
-may pass one object or several in a container, and gets them back in the same kind of container.
+The library trains, saves and restores the recorded objects, whatever other attributes an operator has. The user may
+pass one object, or several in a container, and gets the result in the same type of container.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 def models_of(given: Any) -> RegisteredParts:
-    """Return the models in an argument: one module, which may be iterable itself, or several.
+    """Return the models in an argument: one module, even if it is iterable, or several.
 
     Raises:
-        InvalidRegistrationError: An object is no module, or there is none.
+        InvalidRegistrationError: An object is not a module, or the argument contains none.
     """
     what = "a `torch.nn.Module` (criteria go into `criterion`, loaders into `register_data`)"
     return parts_of("models", given, lambda item: isinstance(item, torch.nn.Module), what)
 
 
 def optimizers_of(given: Any) -> RegisteredParts:
-    """Return the optimizers in an argument: one or several. Any object with a `step` counts.
+    """Return the optimizers in an argument: one or several. Any object with a `step` method counts.
 
     Raises:
         InvalidRegistrationError: An object cannot step, or has no parameters.
@@ -63,10 +63,10 @@ def _check_parameters(optimizer: Any) -> None:
 
 
 def criterion_of(given: Any) -> Any:
-    """Return the criterion in an argument; None if there is none.
+    """Return the criterion in an argument; None if the argument is empty.
 
     Raises:
-        InvalidRegistrationError: It cannot be called.
+        InvalidRegistrationError: The criterion is not callable.
     """
     if not given:
         return None
@@ -82,7 +82,7 @@ def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
     """Check that a loader yields batches. Warn about a dataset, which may yield samples.
 
     Raises:
-        InvalidRegistrationError: It cannot be iterated over, or yields samples.
+        InvalidRegistrationError: The loader is not iterable, or yields samples.
     """
     can_be_iterated = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
     if given is not None and (not can_be_iterated or isinstance(given, type | str | bytes | Mapping)):
@@ -108,7 +108,7 @@ def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
 
 
 def schedulers_of(given: Any) -> RegisteredParts | None:
-    """Return the schedulers in an argument: one or several, perhaps an empty container. None if it was not passed."""
+    """Return the schedulers in an argument: any number, which may be 0. None if the argument was not passed."""
     if given is None or given is False:
         return None
     return parts_of("schedulers", given, _steps, "a scheduler, which has a `step`", may_be_empty=True)
@@ -119,19 +119,19 @@ def _steps(item: Any) -> bool:
 
 
 def own_parameters(part: Any, models: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Return the parameters of a criterion that do not belong to a model that it refers to."""
+    """Return the parameters of a criterion, except those of models that the criterion refers to."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     parameters = part.parameters() if isinstance(part, torch.nn.Module) else ()
     return [parameter for parameter in parameters if id(parameter) not in known]
 
 
 def outsiders(optimizers: Sequence[Any], modules: Iterable[torch.nn.Module], owner: Any) -> list[str]:
-    """Return the parameters of optimizers that belong to none of the modules, in words.
+    """Return descriptions of the optimizers' parameters that belong to none of the modules.
 
     Args:
         optimizers: The optimizers to register, before wrapping replaces their parameters.
         modules: The modules that are trained, saved and restored.
-        owner: The operator, whose attributes give names to the parameters.
+        owner: The operator. Parameters are described by its attributes.
     """
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     return [
@@ -155,17 +155,17 @@ def _named(parameter: Any, owner: Any) -> str | None:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """The record of the objects that were passed to `register`. Empty before.
+    """The record of the objects that were passed to `register`. Empty before that call.
 
     Attributes:
         original_models: The models without wrappers.
         models: The models with their wrappers, as training calls them.
-        optimizers: The optimizers. With Horovod, the wrapped ones.
-        criterion: The loss, wrapped if it has parameters.
-        original_criterion: A loss with trainable parameters, without its wrapper; otherwise None.
-        own_criterion: A loss with parameters, trainable or frozen, with its wrapper; otherwise None.
+        optimizers: The optimizers. With Horovod, the wrapped optimizers.
+        criterion: The criterion, wrapped if it has parameters.
+        original_criterion: The criterion without its wrapper, if it has trainable parameters; otherwise None.
+        own_criterion: The criterion with its wrapper, if it has parameters, trainable or frozen; otherwise None.
         schedulers: The schedulers.
-        returned: What `register` returned.
+        returned: The return value of `register`.
         has_schedulers: True if schedulers were passed, even an empty container.
     """
 
@@ -181,24 +181,24 @@ class RegisteredObjects:
 
     @property
     def trained(self) -> list[torch.nn.Module]:
-        """Modules that are trained and saved, without wrappers: the models, then a criterion with parameters."""
+        """Unwrapped modules that are trained and saved: the models, then a criterion with trainable parameters."""
         own = self.original_criterion
         return [*self.original_models] if own is None else [*self.original_models, own]
 
     @property
     def wrapped(self) -> list[torch.nn.Module]:
-        """The models and a criterion with parameters, trainable or frozen, with their wrappers."""
+        """The wrapped models, and the wrapped criterion if it has parameters, trainable or frozen."""
         own = self.own_criterion
         return [*self.models] if own is None else [*self.models, own]
 
 
 @dataclass(frozen=True)
 class RegisteredData:
-    """The record of the data that were passed to `register_data`, as this worker iterates over them.
+    """The record of the data that was passed to `register_data`, as this worker iterates over it.
 
     Attributes:
-        train: The train loader, divided or not; None if there is none.
-        validation: The validation loader, divided or not; None if there is none.
+        train: The train loader, sharded or not; None without a train loader.
+        validation: The validation loader, sharded or not; None without a validation loader.
     """
 
     train: ShardedLoader | UndividedLoader | StreamData | None = None
@@ -206,17 +206,17 @@ class RegisteredData:
 
     @property
     def ray_batches(self) -> dict[str, RayBatches]:
-        """Datasets of Ray Data that the driver must divide, under "train" and "validation"."""
+        """Datasets of Ray Data that the driver must shard, under the keys "train" and "validation"."""
         return ray_batches_of({"train": self.train_loader, "validation": self.validation_loader})
 
     @property
     def train_loader(self) -> Any:
-        """The train loader itself; None if there is none."""
+        """The train loader, rebuilt if it is sharded; None without a train loader."""
         return None if self.train is None else self.train.loader
 
     @property
     def validation_loader(self) -> Any:
-        """The validation loader itself; None if there is none."""
+        """The validation loader, rebuilt if it is sharded; None without a validation loader."""
         return None if self.validation is None else self.validation.loader
 
 
@@ -227,19 +227,19 @@ def register(
     before: RegisteredObjects,
     keep: Callable[[RegisteredObjects], None],
 ) -> None:
-    """Check, place, prepare and wrap the objects that an operator registers.
+    """Check the objects that an operator registers, move them to the device, and prepare and wrap them.
 
     Args:
         operator: The operator, with hooks that the user may have overridden.
         context: Context of the operator.
-        given: The arguments of its `register`, by name.
-        before: The earlier record.
-        keep: Called with the record, also while it is incomplete, because the hooks may read it.
+        given: The arguments of the operator's `register`, by name.
+        before: The record of the previous call.
+        keep: Called with the record, even while it is incomplete, because the hooks may read it.
 
     Raises:
-        InvalidRegistrationError: An object is of the wrong kind. Or there are several workers, and an optimizer has
+        InvalidRegistrationError: An object has the wrong type. Or there are several workers, and an optimizer has
             parameters that belong to no registered module.
-        ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
+        ValueError: Options are not a dict, or schedulers are passed without `scheduler_step_freq`.
     """
     parallel = context.parallel
     ddp_args, apex_args = _options("ddp_args", given["ddp_args"]), _options("apex_args", given["apex_args"])
@@ -278,12 +278,12 @@ def register(
         record = replace(record, schedulers=schedulers.items, has_schedulers=True)
     keep(replace(record, returned=tuple(returned)))
     chosen = context.settings.step_options.compile
-    for model in () if chosen is False else record.models:  # in place: the models stay the same objects
+    for model in () if chosen is False else record.models:  # in place, so that the models stay the same objects
         model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
 
 def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
-    """Apply the options that change a model before it is wrapped. The names in its state do not change."""
+    """Apply the options that change a model before it is wrapped. Keys of its state dict do not change."""
     options = context.settings.step_options
     if options.sync_batchnorm and context.is_one_of_several:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -298,12 +298,12 @@ def _with_criterion(
     own: Sequence[torch.nn.Parameter],
     ddp_args: dict[str, Any],
 ) -> RegisteredObjects:
-    """Wrap and record a criterion with parameters like a model."""
+    """Wrap and record a criterion with parameters, like a model."""
     if not own:
         return record
     assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
     is_trained = any(parameter.requires_grad for parameter in own)
-    # Without the communication hook, whose state belongs to one model.
+    # Leave out the communication hook, whose state belongs to one model.
     options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
     wrapped = context.parallel.wrap(record.criterion, context.device_ids, options if context.wrap_ddp else {})
     original = record.criterion if is_trained else None
@@ -311,10 +311,10 @@ def _with_criterion(
 
 
 def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
-    """Refuse optimizers with parameters that are not averaged or saved. With a single worker, only warn."""
+    """Reject optimizers with parameters that are not averaged or saved. With a single worker, only warn."""
     is_distributed = context.world.is_distributed
     if is_distributed and not context.parallel.synchronizes:
-        return  # the user keeps the replicas equal
+        return  # the user keeps the replicas in sync
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     found = outsiders(optimizers, modules, operator)
     if not found:
@@ -336,16 +336,16 @@ def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequen
 def register_data(
     context: OperatorContext, train_loader: Any, validation_loader: Any, make_batch: Convert
 ) -> RegisteredData:
-    """Divide the loaders over the workers.
+    """Shard the loaders over the workers.
 
     Args:
         context: Context of the operator.
         train_loader: A loader, another iterable, a stream, a dataset of Ray Data, or None.
         validation_loader: Like `train_loader`.
-        make_batch: Makes a batch from arrays of Ray Data.
+        make_batch: Converts arrays of Ray Data to a batch.
 
     Raises:
-        InvalidRegistrationError: A loader yields no batches.
+        InvalidRegistrationError: A loader does not yield batches.
     """
     for name, loader in (("train_loader", train_loader), ("validation_loader", validation_loader)):
         if ray_batches(loader) is None and not isinstance(loader, Stream):
@@ -357,7 +357,7 @@ def register_data(
 
 
 def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
-    """Return the rule by which loaders are divided by global batches; None if their batch size counts one worker."""
+    """Return the rule for sharding loaders by global batches; None if a loader's batch size is that of one worker."""
     options = settings.batch_options
     if not options.is_global:
         return None
@@ -399,7 +399,7 @@ def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamDat
 
 
 def _of_ray(context: OperatorContext, batches: RayBatches, make_batch: Convert, *, training: bool) -> UndividedLoader:
-    """Return a loader over Ray Data, which the driver divides unless every worker reads all of it."""
+    """Return a loader over Ray Data, which the driver shards unless every worker reads all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
     if training and is_shared and not context.parallel.synchronizes:

@@ -1,4 +1,4 @@
-"""The arguments of a PyTorch operator: the settings of its trainer, and the context of its worker."""
+"""The arguments of a PyTorch operator: its trainer's settings, and its worker's context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.precision import Precision, choose_precision
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions, StepOptions
-from raysgd.torch.parallel.strategy import NoParallel, trainable
+from raysgd.torch.parallel.strategy import Strategy, trainable
 from raysgd.trainer.configuration.settings import STREAMS_NEED, ReplicaSettings
 
 
@@ -25,11 +25,11 @@ class TorchSettings(ReplicaSettings):
     """The settings of all replicas. The docstring of `TorchTrainer` explains the other fields.
 
     Attributes:
-        may_grow: True if a single worker is connected and wrapped like one of several, because others may join it.
+        may_grow: True to connect and wrap a single worker as if there were several, because others may join it.
 
     Raises:
-        ValueError: A value cannot work.
-        ImportError: The precision needs a package that is missing.
+        ValueError: A value is invalid.
+        ImportError: The precision needs a package that is not installed.
     """
 
     scheduler_step_freq: str | None = None
@@ -76,13 +76,13 @@ def _check_tqdm() -> None:
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """The rank of one operator, and the objects that it works with."""
+    """The rank and settings of one operator, and the objects that it works with."""
 
     settings: TorchSettings
     world: World
     device: torch.device
     precision: Precision = field(default_factory=Precision)
-    parallel: NoParallel = field(default_factory=NoParallel)
+    parallel: Strategy = field(default_factory=Strategy)
 
     @property
     def use_gpu(self) -> bool:
@@ -91,7 +91,7 @@ class OperatorContext:
 
     @property
     def is_one_of_several(self) -> bool:
-        """True if there are other workers, or others may join."""
+        """True if there are other workers, or if others may join."""
         return self.world.is_distributed or self.settings.may_grow
 
     @property
@@ -105,7 +105,7 @@ class OperatorContext:
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
     def place(self, part: Any) -> Any:
-        """Move a model or a criterion to the device. A module without numbers is filled, unless it is divided later."""
+        """Move a model or criterion to the device. An uninitialized module is filled, unless it will be sharded."""
         if isinstance(part, torch.nn.Module) and is_empty(part):
             if not (self.parallel.is_sharded and trainable(part)):
                 fill(part, self.device)

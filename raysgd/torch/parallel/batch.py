@@ -1,4 +1,4 @@
-"""One batch of a training call: the facts about it, and a log of what happened in it."""
+"""One batch of a training call: fixed facts about the batch, and a log of what happened in it."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ from typing import Any
 
 
 class Batch:
-    """The facts about one batch, which never change, and the log of what happened in it.
+    """Fixed facts about one batch, and a log of what happened in it.
 
-    An object without samples stands for user code before the first batch of a leg and after the last one.
+    A `Batch` without samples stands for user code before the first batch of a leg and after the last.
 
     Args:
         weight: Factor for this rank's gradient in the mean over the ranks, if the batch is a step by itself.
         num_samples: Number of this rank's samples; 0 for padding, None if unknown.
-        total: With accumulation, the number of samples by which the batch counts in its step; None without.
-        number: Number of batches of the leg up to this one; 0 if it is not from the data.
+        total: With accumulation, the number of samples by which the batch counts in its step; None without
+            accumulation.
+        number: Number of batches that the leg has drawn, including this batch; 0 if this batch is not from the data.
         index: Number of global batches of the step that are complete after this batch.
         is_last_part: True if the global batch ends with this batch.
-        is_boundary: True if the optimizer step ends with this batch. Without accumulation, always.
+        is_boundary: True if the optimizer step ends with this batch. Always True without accumulation.
 
     Attributes:
         weight, num_samples, total, number, index, is_last_part, is_boundary: The arguments.
-        is_padding: True if the batch counts no samples, and only takes part in the collectives of the other ranks.
+        is_padding: True if the batch has no samples and only takes part in the collectives of the other ranks.
 
         is_waiting: True if the batch waits for its backward pass, and its weight matters.
-        had_backward: True if a backward pass was noted.
+        had_backward: True if a backward pass was recorded.
         computed: IDs of the optimizers that have gradients of this batch.
-        weights: Weights of its backward passes that user code passed.
-        amounts: Amounts, such as labels, over which the criterion took its means.
-        has_uncounted: True if a loss counted labels unevenly, and no weight was passed. A tensor if only the device
+        weights: Weights that user code passed to the batch's backward passes.
+        amounts: Amounts, such as numbers of labels, over which the criterion averaged.
+        has_uncounted: True if a loss counted labels unevenly and no weight was passed. A tensor if only the device
             knows.
-        is_by_samples: True if the batch counted by its samples in a backward pass.
-        is_exchanged: True if the last gradients of the batch were sent.
+        is_by_samples: True if a backward pass was weighted by the batch's number of samples.
+        is_exchanged: True if the batch's last gradients were sent.
         was_asked_to_step: With accumulation, True if the optimizer was asked to step on this batch.
-        left_out: IDs of the optimizers that must not step, because nothing counts in their gradients.
+        left_out: IDs of the optimizers that must not step, because no sample counts in their gradients.
     """
 
     __slots__ = (
@@ -79,7 +80,7 @@ class Batch:
         self.has_uncounted: Any = False
 
     def end(self) -> Batch:
-        """Return the object for user code after the last batch. It continues this log, and is not from the data."""
+        """Return the `Batch` for user code after the last batch. It continues this log and is not from the data."""
         after = Batch(number=self.number, index=self.index, is_last_part=self.is_last_part)
         after.had_backward, after.computed = self.had_backward, self.computed
         after.is_exchanged, after.left_out = self.is_exchanged, self.left_out
@@ -88,10 +89,10 @@ class Batch:
 
     @property
     def samples(self) -> int | None:
-        """Number of this rank's samples, also if the library did not divide them; None if unknown."""
+        """Number of this rank's samples, even if the library did not shard the data; None if unknown."""
         return self.total if self.num_samples is None else self.num_samples
 
     def claim_rows(self) -> bool:
-        """Return True if the ranks must exchange their rows now: once per step, with its last gradients."""
+        """Return True if the ranks must exchange rows now, which they do once per step, with its last gradients."""
         is_first, self.is_exchanged = not self.is_exchanged, True
         return is_first and self.is_boundary

@@ -1,4 +1,4 @@
-"""Replicas that `DistributedDataParallel` keeps equal, across changes of the group."""
+"""Replicas that `DistributedDataParallel` keeps in sync, across changes of the worker group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.private_names import require_names
 from raysgd.torch.parallel import ddp_hooks
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.strategy import NoParallel, reachable, repeat_first, take_from_first, trainable
+from raysgd.torch.parallel.strategy import Strategy, reachable, repeat_first, take_from_first, trainable
 
 
 @dataclass(eq=False)
@@ -25,8 +25,8 @@ class _WrappedModel:
     Attributes:
         model: The wrapper.
         options: Options of the wrapper.
-        covered: Parameters whose gradients the wrapper averages: those not frozen when it was made, or at the last
-            `rewrap`.
+        covered: Parameters whose gradients the wrapper averages: those that were not frozen when the wrapper was
+            created, or at the last `rewrap`.
     """
 
     model: DistributedDataParallel
@@ -34,11 +34,11 @@ class _WrappedModel:
     covered: tuple[torch.nn.Parameter, ...]
 
 
-class DDP(NoParallel):
-    """`DistributedDataParallel` around every model with trainable parameters.
+class DDP(Strategy):
+    """Wraps every model that has trainable parameters in `DistributedDataParallel`.
 
     Args:
-        tells_rows: See `NoParallel`.
+        tells_rows: See `Strategy`.
     """
 
     synchronizes = True
@@ -48,13 +48,13 @@ class DDP(NoParallel):
         self._wrapped: list[_WrappedModel] = []
         self._armed: set[int] = set()
         self._hooked: set[int] = set()  # IDs of the wrappers that have our communication hook
-        self._numbers: dict[int, int] = {}  # numbers of the wrappers in order, by ID
+        self._numbers: dict[int, int] = {}  # sequence numbers of the wrappers, by ID
         self._uncovered: list[torch.nn.Parameter] = []
 
     def wrap(
         self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any], init_sync: bool = True
     ) -> torch.nn.Module:
-        """Wrap a model. Without `init_sync`, it does not get the weights of rank 0."""
+        """Wrap a model. Without `init_sync`, the wrapper does not copy rank 0's weights to other ranks."""
         covered = trainable(model)
         if not covered:
             return self._leave_out(model)
@@ -63,7 +63,7 @@ class DDP(NoParallel):
             take_from_first((*covered, *model.buffers()))
             init_sync = False
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
-        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # these are assigned, too
+        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # raysgd also assigns these
         require_names(wrapped, "parameters_to_ignore", "process_group")
         self._register_hook(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))
@@ -83,14 +83,15 @@ class DDP(NoParallel):
         return next(filter(None, (ddp_hooks.obstacle(each.options) for each in self._wrapped)), None)
 
     def reform(self) -> None:
-        """Initialize each wrapper again for the new group, in place, because user code refers to it."""
+        """Reinitialize each wrapper for the new group, in place, because user code refers to the wrapper."""
         super().reform()
         for each in self._wrapped:
             self._build_anew(each, init_sync=False)
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         super().rewrap(models, is_agreed)
-        ours = [each for each in self._wrapped if any(each.model is model for model in models)]  # not users'
+        # Leave out models that users wrapped themselves.
+        ours = [each for each in self._wrapped if any(each.model is model for model in models)]
         for each in ours:
             covered = trainable(each.model.module) or _with_gradients(each.model.module)
             if is_agreed and [*map(id, covered)] == [*map(id, each.covered)]:
@@ -111,7 +112,8 @@ class DDP(NoParallel):
 
     def _build_anew(self, each: _WrappedModel, init_sync: bool) -> None:
         wrapped = each.model
-        kept = {name: vars(wrapped)[name] for name in vars(torch.nn.Module())}  # hooks and the mode, which users change
+        # Attributes of the wrapper as a module, such as hooks and mode, which users may have changed.
+        kept = {name: vars(wrapped)[name] for name in vars(torch.nn.Module())}
         with _training_only(each.covered, wrapped.module):
             wrapped.__init__(wrapped.module, init_sync=init_sync, **ddp_hooks.without_hook(each.options))  # type: ignore[misc]
         vars(wrapped).update(kept)
@@ -129,10 +131,10 @@ class DDP(NoParallel):
             )
 
     def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, *args: Any, **options: Any) -> Leg:
-        """Make a leg, and install the hook that weights, sends and tracks gradients.
+        """Create a leg, and install the hook that weights, sends and tracks gradients.
 
         Raises:
-            ValueError: The user registered a communication hook on a model. PyTorch allows one per model.
+            ValueError: The user registered a communication hook on a model. PyTorch allows one hook per model.
         """
         leg = super().begin_leg(models, may_run_backward, *args, **options)
         leg.check = partial(self._check_step, leg.check)
@@ -168,16 +170,16 @@ class DDP(NoParallel):
                 omitted.learn([of_all])
             used = [parameter for parameter, count in zip(trained, has_gradient, strict=True) if count]
             for parameter in used:
-                if parameter.grad is None:  # only other ranks have one
+                if parameter.grad is None:  # only other ranks have a gradient
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.num_ranks)
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Average gradients that `DistributedDataParallel` does not: it averages once after each forward pass.
+        """Average gradients that `DistributedDataParallel` does not. It averages only once after each forward pass.
 
-        Gradients that were averaged before are equal on all ranks, so averaging them again does not change them.
+        Gradients that were averaged before are the same on all ranks, so averaging them once more does not change them.
         """
         self.exchanged.clear()
         with super().further_pass(parameters):
@@ -205,13 +207,13 @@ class DDP(NoParallel):
 
 
 def _with_gradients(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    """Return the parameters that can have gradients, for a model that is all frozen, which DDP would refuse."""
+    """Return the parameters that can have gradients. For fully frozen models, which DDP would reject."""
     return tuple(each for each in model.parameters() if each.is_floating_point() or each.is_complex())
 
 
 @contextmanager
 def _training_only(covered: Iterable[torch.nn.Parameter], model: torch.nn.Module) -> Iterator[None]:
-    """Let a model train exactly these parameters inside the context, whatever is frozen."""
+    """Make exactly these parameters of a model trainable inside the context, regardless of what is frozen."""
     before, ids = [(each, each.requires_grad) for each in model.parameters()], {*map(id, covered)}
     for parameter, _ in before:
         parameter.requires_grad_(id(parameter) in ids)

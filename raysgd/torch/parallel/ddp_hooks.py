@@ -1,10 +1,10 @@
-"""Communication hooks of `DistributedDataParallel`: they weight gradients, send them, and note how the exchange ended.
+"""Communication hooks of `DistributedDataParallel`. They weight and send gradients, and record whether that succeeded.
 
-With the last bucket of a step, the hook also sends what this rank has measured (`StepRows`). Each model has one hook,
-raysgd's, which calls the user's hook if there is one.
+With the last bucket of a step, the hook also sends this rank's metrics (`StepRows`). Each model has one hook, raysgd's,
+which calls the user's hook if there is one.
 """
 
-# No postponed annotations here: PyTorch checks the annotations of a communication hook and accepts no strings.
+# No postponed annotations here: PyTorch checks the annotations of a communication hook and does not accept strings.
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,32 +21,32 @@ from raysgd.core.connections.group import Array, Group
 from raysgd.core.connections.torch import exchanges_at_once
 from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that is not an option of DistributedDataParallel
 
 _NO_ROW: Array = np.empty(0, np.uint8)
-_FIRST_BUCKET_BYTES = 2**20  # default of `DistributedDataParallel`, like the next
+_FIRST_BUCKET_BYTES = 2**20  # this and the next line: defaults of `DistributedDataParallel`
 _USUAL_BUCKET_MB = 25
 _DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class _HookState:
-    """The state of our communication hook.
+    """The state of raysgd's communication hook.
 
-    PyTorch keeps it in the model. A copy of the model shares it, and a pickled model loses it, because neither is
-    trained.
+    PyTorch stores it in the model. A copied model shares the state, and a pickled model loses it. Neither matters,
+    because such models are not trained.
 
     Attributes:
-        parallel: Strategy of the replica, with the leg and its exchanges.
-        work: Name of the exchange of this model's gradients in the `GlobalRecord`.
+        parallel: Strategy of the replica, which has the leg and tracks its communication.
+        work: Name under which the `GlobalRecord` records the all-reduce of this model's gradients.
         goes_at_once: True to send gradients over the mesh instead of gloo if possible.
-        function: The user's hook, which sends the gradients; None to average them.
+        function: The user's hook, which sends the gradients; None for the default all-reduce.
         state: State of the user's hook.
     """
 
-    parallel: NoParallel
+    parallel: Strategy
     work: str = ""
     goes_at_once: bool = False
     function: Callable[..., Any] | None = None
@@ -60,17 +60,17 @@ class _HookState:
 
 
 def register(
-    parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
+    parallel: Strategy, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
 ) -> bool:
-    """Install raysgd's hook, with the user's inside if there is one. Return True if it was installed.
+    """Install raysgd's hook, which calls the user's hook if there is one. Return True if it was installed.
 
-    Without a user's hook, this waits until training begins (`is_armed`).
+    If there is no user hook, do nothing until training starts (`is_armed`).
 
     Raises:
-        ValueError: The user registered a hook on the model, of which PyTorch allows one. Or the model has its own
-            process group.
+        ValueError: The user registered a hook on the model, and PyTorch allows only one. Or the user passed a
+            `process_group` for the model.
     """
-    # A `process_group` would be wrong after a failure, when all ranks are in a new group.
+    # A user's `process_group` would be invalid after a failure, when all ranks join a new group.
     if options.get("process_group") is not None or model.process_group is not dist.group.WORLD:
         raise ValueError(
             "A model is wrapped with a `process_group`, and gradients are averaged over all workers: omit it. To "
@@ -96,7 +96,7 @@ def register(
 
 
 def obstacle(options: dict[str, Any]) -> str | None:
-    """Return why the communication hook of a model does not work in a new wrapper; None if it does."""
+    """Return why a model's communication hook cannot be moved to a new wrapper; None if it can."""
     if _has_state(options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state, which is another one on each worker"
     return None
@@ -108,7 +108,7 @@ def without_hook(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Weight the gradients of a bucket and send them: with the user's hook, over the mesh, or as PyTorch does."""
+    """Weight and send the gradients of a bucket: with the user's hook, over the mesh, or by PyTorch's all-reduce."""
     parallel, gradients = state.parallel, bucket.buffer()
     if bucket.is_last():
         parallel.exchanged.add(id(bucket.parameters()[0]))
@@ -126,8 +126,8 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
     return _tracked(parallel, partial(allreduce_hook, dist.group.WORLD), bucket)  # type: ignore[arg-type]
 
 
-def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> Any:
-    """Begin an exchange of gradients. With the last bucket, exchange rows at the same time."""
+def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> Any:
+    """Start to send gradients. With the last bucket, exchange rows at the same time."""
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)
@@ -136,8 +136,8 @@ def _tracked(parallel: NoParallel, begin: Callable[[Any], Any], bucket: Any) -> 
     return future
 
 
-def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
-    """Average gradients over the mesh. Amounts are sent with the first bucket, rows with the last."""
+def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
+    """Average gradients over the mesh. Amounts are sent with the first bucket, rows with the last bucket."""
     gradients, leg, divisor = bucket.buffer(), parallel.leg, float(group.size)
     counted = None if leg.counted is None or leg.counted.is_known else leg.counted
     told = leg.omitted if counted is None and leg.omitted is not None and not leg.omitted.is_known else counted
@@ -159,7 +159,7 @@ def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
 
 
 def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, row: Array) -> list[Array]:
-    """Add up gradients, and send this rank's amounts and its row with them. Return the rows of all ranks."""
+    """Sum gradients, sending this rank's amounts and row along. Return the rows of all ranks."""
     own = np.array(told.own, np.float64).view(np.uint8)
     received = group.add_up_with(numbers, np.concatenate((own, row)))
     told.learn([each[: own.nbytes].view(np.float64).tolist() for each in received])
@@ -167,9 +167,9 @@ def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, 
 
 
 def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bool:
-    """Return True if the gradients fit into two buckets, so that the last exchange begins after the backward pass.
+    """Return True if the gradients fit into two buckets, so that the last is sent only after the backward pass.
 
-    Then gloo has no advantage: its threads exchange one bucket while the next is computed.
+    Then gloo has no advantage. Its advantage is that its threads send one bucket while the next is computed.
     """
     most = _FIRST_BUCKET_BYTES + (options.get("bucket_cap_mb") or _USUAL_BUCKET_MB) * 2**20
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -181,7 +181,7 @@ def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bo
 
 
 def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the state and the function of a user's hook, which is `function` or `(state, function)`."""
+    """Return the state and function of a user's hook, which is given as `function` or `(state, function)`."""
     state, function = hook if isinstance(hook, tuple) else (None, hook)
     if not callable(function):
         raise ValueError(
@@ -192,7 +192,7 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def _has_state(hook: Any) -> bool:
-    """Return True if a user's hook may keep something between calls, such as a group, past errors, or a counter."""
+    """Return True if a user's hook may store state between calls, such as a group, past errors, or a counter."""
     if hook is None:
         return False
     state, function = _hook_of_user(hook)

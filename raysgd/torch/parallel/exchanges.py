@@ -1,14 +1,14 @@
-"""The exchanges of a step with the other ranks, and how they ended.
+"""Communication of a step with the other ranks: whether it succeeded, and the metrics that are sent along.
 
-User code may catch every exception, so it may continue after a lost connection. Each later step would then have no
-exchange and perhaps no update. So before a step counts, `Exchanges.check` looks at how its exchanges ended.
+User code may catch any exception, so it may continue after a lost connection. Each later step would then communicate
+nothing and perhaps update nothing. So before a step counts, `Exchanges.check` checks how its communication ended.
 
-Every exchange of gradients by `DistributedDataParallel` or Horovod reports how it ended. If a step made no exchange
-that is known, it counts only if the connections are still open. If a rank was lost *after* the step's exchanges, the
+Each gradient all-reduce by `DistributedDataParallel` or Horovod reports how it ended. If no all-reduce was recorded in
+a step, the step counts only if the connections are still open. If a rank was lost *after* the step's communication, the
 step is valid, because it has the gradients of all ranks.
 
-With its last gradients, a step also exchanges rows: what each rank has measured, see
-`raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh of the ranks, which exists with gloo only.
+With its last gradients, a step also exchanges rows, which hold each rank's metrics. See
+`raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh of the ranks, which exists only with gloo.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from raysgd.trainer.worker.ledger import Ledger
 
 
 class StepRows:
-    """The exchange of metrics between the ranks of a leg, before the optimizer steps.
+    """Exchanges metrics between the ranks of a leg, before the optimizer steps.
 
-    A row contains the sums as they will be once the step counts. They include the metrics of its batches, which have
-    been waiting in the meters since before the backward pass.
+    A row contains the metrics' sums as they will be once the step counts. The sums include the metrics of the step's
+    batches, which have been pending in the meters since before the backward pass.
 
     Args:
         exchange: Sends the rows.
-        run: The call, with the meters of this rank. Keeps the rows of all ranks.
+        run: The call, with the meters of this rank. Stores the rows of all ranks.
     """
 
     def __init__(self, exchange: RowExchange, run: EpochRun) -> None:
         self._exchange, self._run = exchange, run
 
     def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
-        """Exchange rows with the last gradients of a step. Does nothing if that was done, or if more batches follow.
+        """Exchange rows with the last gradients of a step. Do nothing if that is done, or if more batches follow.
 
         Args:
             batch: The current batch.
@@ -71,18 +71,18 @@ class StepRows:
 
         Raises:
             DistNetworkError: A connection to another rank ended. Other ranks may be waiting in gloo, so its connections
-                must be ended, too.
+                must be closed, too.
         """
         try:
             self.exchange(batch)
         except MeshBroken as error:
-            raise DistNetworkError(str(error)) from None  # after `MeshBroken`, gloo's connections would stay open
+            raise DistNetworkError(str(error)) from None  # `MeshBroken` would leave gloo's connections open
 
 
 def gather_rows(size: int) -> Gather | None:
     """Return the function that gathers the rows of `size` ranks; None if there is no mesh.
 
-    A single rank keeps its own row, because others may join it.
+    A single rank gathers only its own row. It still records the row, because other ranks may join.
     """
     group = exchanges_at_once()
     return _to_itself if size == 1 else None if group is None else group.gather
@@ -93,7 +93,7 @@ def _to_itself(row: Array) -> list[Array]:
 
 
 def names_of_all(name: str) -> Collection[str] | None:
-    """Send this rank's name to the group, and return the names of all ranks; None if there is no mesh.
+    """Send this rank's name to the group and return the names of all ranks; None if there is no mesh.
 
     All ranks must call this.
     """
@@ -104,14 +104,14 @@ def names_of_all(name: str) -> Collection[str] | None:
 
 
 class Exchanges:
-    """The exchanges of the running step, in one group.
+    """Tracks the gradient communication of the running step in one group.
 
     Args:
         is_lost: Returns True if an exception means that the group is broken.
-        is_broken: Returns True if a connection of the group has ended.
+        is_broken: Returns True if a connection of the group has closed.
 
     Attributes:
-        ledger: Accounts for the time of exchanges; None for no account.
+        ledger: Measures the time spent in communication; None to measure nothing.
     """
 
     def __init__(
@@ -126,27 +126,27 @@ class Exchanges:
         self._num_made = 0
 
     def of_next_group(self) -> Exchanges:
-        """Return a new object for the next group. It knows nothing of the exchanges of this group."""
+        """Return a new tracker for the next group, which starts without the record of this group."""
         return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:
-        """Track an exchange that was begun. Return a future that ends like it.
+        """Track an all-reduce that was started. Return a future that completes or fails with it.
 
         Args:
-            future: Future of the exchange.
+            future: Future of the all-reduce.
             is_last: True if the gradients of a model are complete after it.
         """
         self.count(is_last)
-        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # all else is done
+        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # nothing is left to compute
         received = partial(self._received_last, is_awaited) if is_last else self._received
         return future.then(received)  # so that the backward pass waits for the callback, too
 
     def timed(self, group: Group) -> AbstractContextManager[None]:
-        """Account for the time inside the context as an exchange."""
+        """Measure the time inside the context as communication."""
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:
-        """Count an exchange that was begun or done. If one raises, pass the exception to `note` instead."""
+        """Count an all-reduce that was started or done. If it raises, pass the exception to `note` instead."""
         self._num_made += is_last
 
     def _received_last(self, is_awaited: bool, future: Any) -> Any:
@@ -162,7 +162,7 @@ class Exchanges:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note an exception that an exchange raises inside the context."""
+        """Context that records an exception raised by communication, and raises it again."""
         try:
             yield
         except Exception as error:  # backends raise different classes
@@ -170,20 +170,20 @@ class Exchanges:
             raise
 
     def note(self, error: BaseException) -> None:
-        """Keep the first exception that an exchange raised because the group is broken."""
+        """Store the first exception that communication raised because the group is broken."""
         if self._error is None and self._is_lost(error):
             self._error = error
 
     @property
     def has_broken(self) -> bool:
-        """True if an exchange of the running step has failed because the group is broken."""
+        """True if communication of the running step has failed because the group is broken."""
         return self._error is not None
 
     def check(self) -> None:
-        """End a step. Raises if the group broke in it, so that it cannot count.
+        """End a step. Raise if the group broke during the step, so that the step cannot count.
 
         Raises:
-            RuntimeError: A connection was lost. `is_lost` is true for the exception.
+            RuntimeError: A connection was lost. `is_lost` returns True for the exception.
         """
         num_made, self._num_made = self._num_made, 0
         if self._error is not None:
@@ -200,10 +200,10 @@ def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
-    """Replace the `step` of an optimizer by one that steps only if `counts` allows it.
+    """Replace `step` of an optimizer by a method that steps only if `counts` returns True.
 
     Args:
-        optimizer: The optimizer, or another object with a `step`.
+        optimizer: The optimizer, or another object with a `step` method.
         counts: Called with the closure. Returns True to step.
     """
     own: Any = optimizer.step  # a scheduler or a scaler may have replaced it already
@@ -214,4 +214,4 @@ def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
             return None
         return own() if closure is None else own(closure)
 
-    optimizer.step = MethodType(step, optimizer)  # a method, because schedulers wrap nothing else
+    optimizer.step = MethodType(step, optimizer)  # a method, because schedulers wrap only methods

@@ -1,15 +1,15 @@
-"""Models, gradients and optimizer states divided over the ranks: PyTorch's `fully_shard`, also called FSDP2.
+"""Models, gradients and optimizer states sharded over the ranks, with PyTorch's `fully_shard` (FSDP2).
 
-Each rank holds a part of every parameter. A group of parameters is gathered for its forward and backward pass, and
-divided again afterwards, also in evaluation. A group is a block of the model with enough parameters to be worth an
-exchange; the remaining parameters are one more group. Checkpoints, snapshots and `get_model` have whole, plain tensors,
-so they fit any other kind of training.
+Each rank holds a shard of every parameter. A group of parameters is gathered for its forward and backward pass, and
+resharded afterwards, even in evaluation. A group is a block of the model with enough parameters to be worth a
+collective; the remaining parameters form one more group. Checkpoints, snapshots and `get_model` contain full, plain
+tensors, so they can be used with any other strategy.
 
-All ranks must take part in a forward pass of a divided model. In training, all ranks take the same steps. In
+All ranks must take part in each forward pass of a sharded model. In training, all ranks take the same steps. In
 evaluation, one rank may have more batches, or generate a longer text. So each time that a rank calls a model, all ranks
-say which one they call (a round). Ranks that call none, or another model, get the arguments, run the forward pass, and
-drop its output, without any code of the operator. A rank without batches stays in rounds until no rank has any. ADR 92
-has the alternatives.
+announce which model they call (a round). Ranks that call no model, or another model, receive the arguments, run the
+forward pass and drop its output, without running any code of the operator. A rank without batches stays in rounds until
+no rank has any batches left. ADR 92 discusses the alternatives.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from raysgd.torch.objects.filling import fill, is_empty
 from raysgd.torch.objects.moving import to_device
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.strategy import NoParallel, repeat_first, take_from_first, trainable
+from raysgd.torch.parallel.strategy import Strategy, repeat_first, take_from_first, trainable
 
-_HAS_LEFT = -1  # sent instead of the number of a model by a rank that calls none
+_HAS_LEFT = -1  # sent instead of a model's number by a rank that calls no model
 
 Exchange = Callable[[int], list[int]]
-"""Sends a number to the other ranks, and returns the numbers of all ranks."""
+"""Sends a number to the other ranks and returns the numbers of all ranks."""
 Share = Callable[[Any, int], Any]
-"""Sends the arguments of a call from the rank with this number, and returns them on all ranks."""
+"""Sends a call's arguments from the given rank to all ranks, and returns them on all ranks."""
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -47,8 +47,8 @@ class ForwardRounds:
     """This rank's side of the rounds in which all ranks run forward passes together.
 
     Args:
-        exchange: Exchanges numbers between the ranks.
-        share: Sends arguments from one rank to all.
+        exchange: Gathers a number from each rank.
+        share: Sends arguments from one rank to all ranks.
     """
 
     def __init__(self, exchange: Exchange, share: Share) -> None:
@@ -59,20 +59,20 @@ class ForwardRounds:
 
     @contextmanager
     def opened(self, models: Sequence[Any], context: Context = nullcontext) -> Iterator[None]:
-        """Evaluate inside the context, which ends on all ranks at the same time.
+        """Context for evaluation, which ends on all ranks at the same time.
 
-        If user code raises on a rank between two forward passes, the rank keeps helping the others, so that they can
-        finish.
+        If user code raises on a rank between two forward passes, the rank still takes part in the remaining forward
+        passes, so that the other ranks can finish.
 
         Args:
             models: The models, in the same order on each rank.
-            context: Returns the context of forward passes.
+            context: Returns the context manager for forward passes.
         """
         self._models, self._context, self._is_open = models, context, True
         try:
             yield
         except Exception:  # from user code
-            with suppress(Exception):  # if the group breaks as well, the first exception says more
+            with suppress(Exception):  # if the group breaks as well, the first exception is more useful
                 self._help()
             raise
         else:
@@ -81,7 +81,7 @@ class ForwardRounds:
             self._is_open = False
 
     def enter(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Called before each forward pass. Returns when the other ranks run it, too."""
+        """Called before each forward pass. Returns once the other ranks run the same forward pass."""
         own = next((number for number, each in enumerate(self._models) if each is model), None)
         if not self._is_open or own is None:
             return
@@ -93,14 +93,14 @@ class ForwardRounds:
             pass
 
     def _round(self, said: int, call: Any = None) -> int | None:
-        """Agree with all ranks on the model to run. Run it for the other ranks if this one calls another, or none.
+        """Agree with all ranks on the model to run. Run it here if this rank calls another model, or no model.
 
         Args:
             said: Number of the model that this rank calls, or `_HAS_LEFT`.
             call: Arguments of this rank's call.
 
         Returns:
-            Number of the model that the ranks run; None if no rank calls any.
+            Number of the model that the ranks run; None if no rank calls a model.
         """
         answers = self._exchange(said)
         calls = [answer for answer in answers if answer != _HAS_LEFT]
@@ -114,7 +114,7 @@ class ForwardRounds:
         return chosen
 
     def _run(self, model: Any, args: Any, kwargs: Any) -> None:
-        self._is_open = False  # this forward pass must not begin another round
+        self._is_open = False  # this forward pass must not start another round
         try:
             with torch.no_grad(), self._context():
                 model(*args, **kwargs)
@@ -137,8 +137,8 @@ _reduce_scatter: Any = (
 )  # the first name is the newer one
 
 
-class FSDP(NoParallel):
-    """`fully_shard` on every model with trainable parameters."""
+class FSDP(Strategy):
+    """Applies `fully_shard` to every model that has trainable parameters."""
 
     synchronizes = True
     is_sharded = True
@@ -148,8 +148,8 @@ class FSDP(NoParallel):
         self._device, self._world_size = device, world_size
         self._options = options or FSDPOptions()
         self._mesh: DeviceMesh | None = None
-        self._moved: dict[int, torch.nn.Parameter] = {}  # divided parameters, by the IDs of the whole ones
-        self._whole: list[torch.nn.Parameter] = []  # keeps the whole ones alive, so that their IDs stay unique
+        self._moved: dict[int, torch.nn.Parameter] = {}  # sharded parameters, by the IDs of the full parameters
+        self._whole: list[torch.nn.Parameter] = []  # keeps the full parameters alive, so that their IDs stay unique
         self._skeletons: dict[int, torch.nn.Module] = {}
         self._rounds = ForwardRounds(self._numbers_of_all, self._arguments_of)
         self._has_hook = False
@@ -158,7 +158,7 @@ class FSDP(NoParallel):
             return_large_blocks()  # gathered parameters are allocated and freed in each forward and backward pass
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Divide the model in place. `options` are for `DistributedDataParallel` and are ignored."""
+        """Shard the model in place. `options` are for `DistributedDataParallel` and are ignored."""
         if not trainable(model):
             return self._leave_out(model)
         comes_empty = is_empty(model)
@@ -182,7 +182,7 @@ class FSDP(NoParallel):
 
     @contextmanager
     def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
-        """Fill a module that has no numbers yet, with those of rank 0, until the body of the context has divided it."""
+        """Fill an uninitialized module with rank 0's values until the body of the context has sharded it."""
         fill(part, self._device)
         whole = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
         take_from_first((*whole, *part.buffers()))
@@ -191,7 +191,7 @@ class FSDP(NoParallel):
             parameter.data = parameter.data.new_empty(0)
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Replace the whole parameters in optimizers by the divided ones, and divide their states."""
+        """Replace the full parameters in optimizers by the sharded parameters, and shard the optimizers' states."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._moved.get(id(parameter), parameter) for parameter in group["params"]]
@@ -210,10 +210,10 @@ class FSDP(NoParallel):
         return leg
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """Return a function that lets exchanges wait; None if user code may run backward passes.
+        """Return a function that defers gradient communication; None if user code may run backward passes.
 
-        User code may stop in the middle of a window, and gradients that were not exchanged in their backward pass
-        cannot be exchanged later. So every batch is exchanged then.
+        User code may stop in the middle of a window, and gradients that were not reduced in their backward pass cannot
+        be reduced later. So gradients are then reduced in every batch.
         """
         if may_run_backward:
             return None
@@ -226,12 +226,12 @@ class FSDP(NoParallel):
         return defer
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return False if exchanges may wait: `fully_shard` then keeps gradients out of the reach of `zero_grad`."""
+        """Return False if communication may wait: `fully_shard` then stores gradients out of reach of `zero_grad`."""
         return self.leg.defer is None and super().are_cleared(parameters)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Let ranks run different numbers of forward passes. Models stay divided."""
+        """Context in which ranks may run different numbers of forward passes. Models stay sharded."""
         roots = _roots(models)
         for model in roots:
             repeat_first(model.buffers())
@@ -259,7 +259,7 @@ class FSDP(NoParallel):
         return to_device(holder[0], self._device)
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """Return the whole state on rank 0, and a state without tensors on other ranks. All ranks must call this."""
+        """Return the full state on rank 0, and a state without tensors on other ranks. All ranks must call this."""
         state: dict[str, Any] = _gathered(part.state_dict(), keep=dist.get_rank() == 0)
         return state
 
@@ -270,12 +270,12 @@ class FSDP(NoParallel):
 
     @property
     def group_beside(self) -> Any:
-        """A separate group over gloo. The first read makes it, on all ranks."""
+        """A separate gloo group. The first read creates it, so all ranks must read this at the same time."""
         self._group_beside = self._group_beside or new_group_beside()
         return self._group_beside
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Load this rank's parts of whole tensors, without an exchange."""
+        """Load this rank's shards from full tensors, without communication."""
         own = model.state_dict()
         rest = dict(state)
         with torch.no_grad():
@@ -285,7 +285,7 @@ class FSDP(NoParallel):
         model.load_state_dict(rest, strict=False)
 
     def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of an optimizer state. Tensors in the shape of their parameter are divided like it."""
+        """Load this rank's shard of an optimizer state. Tensors in the shape of their parameter are sharded like it."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         indices = [index for group in state["param_groups"] for index in group["params"]]
         by_index = dict(zip(indices, parameters, strict=True))
@@ -296,7 +296,7 @@ class FSDP(NoParallel):
         optimizer.load_state_dict({**state, "state": entries})
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Return a whole copy on rank 0, and None on other ranks. All ranks must call this."""
+        """Return a full copy on rank 0, and None on other ranks. All ranks must call this."""
         state = self.state_of(model)
         skeleton = self._skeletons.get(id(model))
         if skeleton is None:
@@ -304,14 +304,14 @@ class FSDP(NoParallel):
         if dist.get_rank():
             return None
         plain = _filled(skeleton, state)
-        for name, buffer in model.named_buffers():  # also buffers that are not in the state
+        for name, buffer in model.named_buffers():  # including buffers that are not in the state
             owner, _, attribute = name.rpartition(".")
             setattr(plain.get_submodule(owner), attribute, buffer.detach().cpu().clone())
         return without_checkpointing(plain).train(model.training)
 
 
 class _WeightedReduceScatter:
-    """The exchange of gradients, which weights them before they are sent."""
+    """Reduce-scatter of gradients that multiplies them by their weight before they are sent."""
 
     def __init__(self, parallel: FSDP) -> None:
         self._parallel = parallel
@@ -331,10 +331,10 @@ class _WeightedReduceScatter:
 
 
 def _check_dtypes(unit: torch.nn.Module) -> None:
-    """Refuse trained parameters of several dtypes that would be gathered together; frozen ones may have any.
+    """Check that the trained parameters of a unit, which are gathered together, have the same dtype.
 
     Raises:
-        ValueError: There are some.
+        ValueError: The trained parameters have several dtypes.
     """
     dtypes = {each.dtype for each in trainable(unit) if not isinstance(each, DTensor)}
     if len(dtypes) > 1:
@@ -355,7 +355,7 @@ def _roots(models: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy whose parameters take no memory. `get_model` fills it, because a divided model cannot be copied."""
+    """Return a copy whose parameters take no memory. `get_model` fills it: a sharded model cannot be copied."""
     memo: dict[int, Any] = {
         id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in model.parameters()
@@ -364,7 +364,7 @@ def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Module:
-    """Return a copy of the skeleton with these tensors. Parameters with several names stay shared."""
+    """Return a copy of the skeleton with these tensors. Tied parameters stay tied."""
     plain = copy.deepcopy(skeleton)
     names: dict[int, list[str]] = {}
     for name, parameter in plain.named_parameters(remove_duplicate=False):
@@ -378,7 +378,7 @@ def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Mod
 
 
 def _gathered(value: Any, keep: bool) -> Any:
-    """Return `value` with whole tensors on ranks with `keep`. All ranks must call this, in the same order."""
+    """Return `value` with full tensors on ranks with `keep`. All ranks must call this, in the same order."""
     if isinstance(value, DTensor):
         whole = value.full_tensor()
         return whole.cpu() if keep else None
@@ -390,7 +390,7 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Return this rank's part of `whole`, divided like `like`. `whole` may be divided already."""
+    """Return this rank's shard of `whole`, sharded like `like`. `whole` may already be sharded."""
     if isinstance(whole, DTensor):
         return whole.to_local()
     [placement] = like.placements
@@ -402,7 +402,7 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _divided(entry: Any, parameter: Any) -> Any:
-    """Return an optimizer's entry for a parameter, divided like the parameter."""
+    """Return an optimizer's state of a parameter, sharded like the parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}

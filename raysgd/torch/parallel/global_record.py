@@ -1,9 +1,9 @@
-"""A record of what all ranks must do alike in a training call, and checksums of the parameters they must keep equal.
+"""A record of what all ranks must do alike in a training call, and checksums of parameters that must be in sync.
 
-If a rank makes more or fewer exchanges than the others, it pairs its exchanges with the wrong ones, or waits forever in
-the last one. The exchanges do not notice, unless sizes differ. So each rank records what it does, without an exchange,
-and the driver compares the records: in heartbeats while the call runs, and at its end. To compare the replicas after a
-call, each rank reports two numbers for each parameter.
+If a rank calls more or fewer collectives than the others, its calls are paired with the wrong calls of other ranks, or
+it waits forever in the last one. The collectives do not notice, unless sizes differ. So each rank records what it does,
+without communication, and the driver compares the records: in heartbeats while the call runs, and when it ends. To
+compare the replicas after a call, each rank reports two checksums for each parameter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
 
-_NUM_MARKS = 32  # how far ranks that do the same may be apart: a GPU runs behind the record
-_CHUNK = 1 << 16  # numbers that a CPU converts at once, to stay in its cache
+_NUM_MARKS = 32  # ranks that agree may be this many marks apart: a GPU lags behind the record
+_CHUNK = 1 << 16  # elements that a CPU converts at once, to stay in its cache
 _CHUNK_ELSEWHERE = 1 << 24
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes
 
@@ -47,7 +47,7 @@ class GlobalRecord:
         self._marks = deque([0], _NUM_MARKS)
 
     def note(self, what: str) -> None:
-        """Record the beginning of something that all ranks do in the same order."""
+        """Record that this rank starts `what`, which all ranks must do in the same order."""
         with self._changing:
             if self._is_open:
                 self._counts[what] += 1
@@ -63,7 +63,7 @@ class GlobalRecord:
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Close the record at the end of the context. The call is complete unless the context raises."""
+        """Context that closes the record when it ends. The record is complete unless the context raises."""
         try:
             yield
             self._is_over = True
@@ -77,13 +77,13 @@ def sums_of(
     left_out_of: Callable[[torch.nn.Module], Collection[str] | None],
     is_exact: bool,
 ) -> WeightSums | None:
-    """Return the checksums of all parameters to compare, also of frozen ones; None if there are none.
+    """Return the checksums of all parameters to compare, including frozen parameters; None if there are none.
 
     Args:
         models: The registered models, without wrappers.
         compares_ranks: `compares_ranks` of the operator.
         left_out_of: Returns the names of a model's parameters that may differ between ranks; None if all may differ.
-        is_exact: True to compare bits.
+        is_exact: True to compare parameters bit by bit.
     """
     began = time.perf_counter()
     if isinstance(compares_ranks, tuple | list):
@@ -100,7 +100,7 @@ def sums_of(
     if not found:
         return None
     rows = [_row(parameter, is_exact) for parameter in found.values()]
-    numbers = torch.stack([row.to(rows[0].device) for row in rows]).cpu().numpy()  # waits for a GPU once
+    numbers = torch.stack([row.to(rows[0].device) for row in rows]).cpu().numpy()  # a single GPU synchronization
     tolerances = tuple(tolerance_of(parameter.element_size()) for parameter in found.values())
     shapes = tuple(tuple(parameter.shape) for parameter in found.values())
     return WeightSums(tuple(found), shapes, numbers, tolerances, time.perf_counter() - began)

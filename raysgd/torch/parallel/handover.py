@@ -1,9 +1,9 @@
-"""Handover of one rank's state to other ranks over the group's connections, passed on from rank to rank.
+"""Sends one rank's state to other ranks over the group's connections, forwarded from rank to rank.
 
-Everything but tensors is pickled, and unpickling can run code. So pickles are only sent over connections on which both
-sides have proved that they belong to the group, which those of gloo and NCCL have not. If there is a mesh of such
-connections, everything is sent over it. Otherwise, the pickle is sent over the group's board, and tensors are sent over
-NCCL through two small buffers on the device.
+Everything except tensors is pickled, and unpickling can run arbitrary code. So pickles are sent only over connections
+on which both sides have proved that they belong to the group. The connections of gloo and NCCL do not do so. If there
+is a mesh of authenticated connections, everything is sent over the mesh. Otherwise, the pickle is sent over the group's
+board, and tensors are sent over NCCL through two small buffers on the device.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from raysgd.core.connections.torch import board_of_group, exchanges_at_once
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 
 STAGED_BYTES = 2**24
-"""Size of each of the two buffers."""
+"""Size of each of the two device buffers."""
 
 _KEY_LENGTH = 16
-_ARRIVAL_S = 60.0  # for the pickle, which is sent before the tensors
+_ARRIVAL_S = 60.0  # timeout for the pickle, which is sent before the tensors
 
 
 def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
@@ -41,7 +41,7 @@ def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
 
 
 def receive(source: int, takers: Sequence[int], device: torch.device) -> Any:
-    """Receive the state that `source` sends to `takers`. Its tensors are on the CPU and not shared."""
+    """Receive the state that `source` sends to `takers`. The returned tensors are on the CPU and share no memory."""
     group = exchanges_at_once()
     if group is not None:
         head, buffer, *apart = group.receive_parts(source, takers)
@@ -77,11 +77,11 @@ def _topic(key: bytes) -> str:
 
 
 def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
-    """Return a function that sends and receives bytes of the host through two buffers on the device of the transport.
+    """Return a function that sends and receives host memory through two buffers on the transport's device.
 
     Args:
         device: The device.
-        num_bytes: Size of a buffer, and of the largest piece.
+        num_bytes: Size of each buffer, and largest size of a piece.
     """
     sent, received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     newest: Bytes | None = None
@@ -94,7 +94,7 @@ def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
 
     def move(outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
         nonlocal sent, received, newest
-        if newest is not None:  # the piece received last is sent next, so it need not be copied again
+        if newest is not None:  # the last received piece is sent next, so it is already in the buffer
             sent, received = received, sent
         works = [dist.isend(filled(piece), rank) for rank, piece in outgoing.items()]
         works += [dist.irecv(received[: len(piece)], rank) for rank, piece in incoming.items()]
@@ -114,5 +114,5 @@ def _tensor(piece: Bytes) -> torch.Tensor:
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Return the device on which the group's transport needs its tensors."""
+    """Return the device on which the group's transport requires its tensors."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,11 +1,11 @@
-"""Replicas that Horovod keeps equal, with the guarantees of `DistributedDataParallel`.
+"""Replicas that Horovod keeps in sync, with the guarantees of `DistributedDataParallel`.
 
-Horovod averages gradients in the optimizer: `hvd.DistributedOptimizer` sends each gradient as soon as a backward pass
-has computed it, and waits in `step`. Here, the end of the backward pass waits. So code between the backward pass and
-the step, such as clipping, unscaling, or a second backward pass, sees averaged gradients. An operator therefore trains
-the same with Horovod and with `DistributedDataParallel`.
+Horovod averages gradients in the optimizer. `hvd.DistributedOptimizer` sends each gradient once a backward pass has
+computed it, and waits for the averages in `step`. Here, the end of the backward pass waits instead. So code between the
+backward pass and the step, such as clipping, unscaling, or a second backward pass, sees averaged gradients. An operator
+therefore trains the same with Horovod and with `DistributedDataParallel`.
 
-ADR 23 says why the backward pass waits.
+ADR 23 explains why the backward pass waits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.parallel.exchanges import Exchanges
 from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.strategy import NoParallel, Summation
+from raysgd.torch.parallel.strategy import Strategy, Summation
 
-_NUM_NAMES_OF_SUMS = 8  # used in turn: no rank waits for a sum any more when its name is used again
+_NUM_NAMES_OF_SUMS = 8  # used in turn: when a name is reused, no rank still waits for its previous sum
 
 
-class HorovodByHand(NoParallel):
-    """Replicas that the user keeps equal, in a Horovod group."""
+class HorovodByHand(Strategy):
+    """Replicas that the user keeps in sync, in a Horovod group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class HorovodByHand(NoParallel):
 
 
 class HorovodParallel(HorovodByHand):
-    """Replicas that Horovod keeps equal. Optimizers are wrapped, not models."""
+    """Replicas that Horovod keeps in sync. Wraps optimizers instead of models."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class HorovodParallel(HorovodByHand):
         self.synchronizes = world_size > 1
         self.leg = Leg(is_global=self.synchronizes)
         self.record = GlobalRecord() if self.synchronizes else None
-        self._pairs: list[tuple[Any, Any]] = []  # registered optimizers with their wrapped ones
+        self._pairs: list[tuple[Any, Any]] = []  # (registered optimizer, wrapped optimizer)
         self._averaged: set[torch.Tensor] = set()
         self._num_models = self._num_sums = 0
         self._backward_pass = -1
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Return the model itself, with the parameters and buffers of rank 0."""
+        """Return the model itself, after copying rank 0's parameters and buffers to it."""
         self._num_models += 1
         self._take_from_rank_0(f"model.{self._num_models}", [*model.parameters(), *model.buffers()])
         return model
@@ -71,7 +71,7 @@ class HorovodParallel(HorovodByHand):
                 tensor.copy_(self._hvd.synchronize(handle))
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Return an optimizer for the same parameters that averages gradients over the ranks, in the state of rank 0.
+        """Return an optimizer that averages gradients over the ranks, with the same parameters and rank 0's state.
 
         Raises:
             InvalidRegistrationError: Horovod does not support this optimizer.
@@ -123,7 +123,7 @@ class HorovodParallel(HorovodByHand):
 
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Weight a gradient before it is sent. Horovod calls this hook compression."""
-        gradient = gradient.contiguous()  # Horovod accepts no others
+        gradient = gradient.contiguous()  # Horovod requires contiguous tensors
         weight = self.leg.outgoing_weight()
         return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
 
@@ -132,7 +132,7 @@ class HorovodParallel(HorovodByHand):
         return gradient
 
     def _take_state_of_rank_0(self, wrapped: Any) -> None:
-        # Not `hvd.broadcast_optimizer_state`, which steps the optimizer to have a state to send.
+        # `hvd.broadcast_optimizer_state` would step the optimizer, to have a state to send.
         name = f"raysgd.state.{len(self._pairs)}"
         state = self._hvd.broadcast_object(wrapped.state_dict() if self._hvd.rank() == 0 else None, 0, name=name)
         if self._hvd.rank():
@@ -151,7 +151,7 @@ class HorovodParallel(HorovodByHand):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Copy rank 0's buffers to every rank. Forward passes have no collectives of ours anyway."""
+        """Copy rank 0's buffers to every rank. Forward passes call no collectives of the library anyway."""
         if self.synchronizes:
             self._take_from_rank_0("buffer", [buffer for model in models for buffer in model.buffers()])
         yield
@@ -169,7 +169,7 @@ class HorovodParallel(HorovodByHand):
         return partial(self._hvd.synchronize, self._hvd.allreduce_async_(numbers, name=name, op=self._hvd.Sum))
 
     def _note_backward(self, parameter: torch.Tensor) -> None:
-        """Called when a parameter has a new gradient. Lets `_finish_backward` run at the end of the backward pass."""
+        """Called when a parameter has a new gradient. Makes `_finish_backward` run at the end of the backward pass."""
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._backward_pass:
             self._backward_pass = backward_pass
@@ -184,12 +184,18 @@ class HorovodParallel(HorovodByHand):
 
 
 def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> None:
-    """Change the optimizer's class so that `step` does not average again. Horovod made the class for this optimizer."""
+    """Change the optimizer's class so that `step` does not average again.
+
+    Horovod created the class for this optimizer.
+    """
     cls = type(wrapped)
     original_synchronize, original_step = cls.synchronize, cls.step
 
     def synchronize(self: Any) -> None:
-        """Wait for gradients that are being averaged. The end of the backward pass has usually done so."""
+        """Wait for gradients that are still being averaged.
+
+        Usually, the end of the backward pass has already waited.
+        """
         if self._handles:
             original_synchronize(self)
 
@@ -213,9 +219,9 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
 
 
 def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
-    """Let learning-rate schedulers, which refer to the plain optimizer, act on the wrapped one.
+    """Make learning-rate schedulers, which refer to the plain optimizer, act on the wrapped optimizer.
 
-    Stepping the plain optimizer raises, because it would not average gradients.
+    Stepping the plain optimizer then raises, because it would not average gradients.
     """
 
     def share(optimizer: Any) -> None:

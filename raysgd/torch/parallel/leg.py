@@ -1,10 +1,10 @@
-"""The part of a training call that one group of workers runs: how many batches make a step, and the current batch.
+"""The part of a training call that one worker group runs: how many batches make a step, and the current batch.
 
-`StepLoop.begin_leg` makes a leg when a call begins, and another one when the call continues in a new group.
-`parallel.leg` holds it. Between calls, an empty leg takes its place, for backward passes that user code runs there.
+`StepLoop.begin_leg` creates a leg when a call starts, and another leg when the call continues in a new group.
+`parallel.leg` holds the current leg. Between calls it is an empty leg, for backward passes that user code runs there.
 
-A backward pass belongs to the last batch that was handed out. Drawing a batch with another weight, while the last one
-waits for its backward pass, is therefore an error. `raysgd.torch.parallel.amounts` explains the weights.
+A backward pass belongs to the batch that was drawn last. It is therefore an error to draw a batch with another weight
+while the previous batch still waits for its backward pass. `raysgd.torch.parallel.amounts` explains the weights.
 """
 
 from __future__ import annotations
@@ -22,47 +22,49 @@ from raysgd.torch.parallel.logical_shards import LogicalShards
 
 
 class StepWatcher(Protocol):
-    """Observer of optimizer steps and of the exchanges in them."""
+    """Observer of optimizer steps and of the gradient communication in them."""
 
     def begin_step(self) -> None:
         """Called before the first batch of each optimizer step."""
 
     def note_exchange(self) -> None:
-        """Called when the gradients of a model are exchanged."""
+        """Called when the gradients of a model are reduced over the ranks."""
 
 
 class Leg:
-    """The part of a training call that one group of workers runs. It is the replica's `PlaceInStep`.
+    """The part of a training call that one worker group runs. Implements the replica's `PlaceInStep`.
 
     Args:
-        window: Number of batches in an optimizer step. A step has fewer if the pass or the call ends first.
+        window: Number of batches in an optimizer step. A step has fewer batches if the epoch or the call ends first.
         most_parts: Largest number of batches into which a rank may split its share of a global batch.
-        shards: Keeps the gradients of logical shards; None if gradients are averaged without them.
-        is_global: True if gradients are averaged over the ranks, so that all ranks' samples count.
-        watcher: Observer of steps and exchanges; None for no observer.
+        shards: Stores the gradients of logical shards; None if gradients are averaged without logical shards.
+        is_global: True if gradients are averaged over the ranks, so that the samples of all ranks count.
+        watcher: Observer of steps and gradient communication; None for no observer.
 
     Attributes:
         window, most_parts, shards, is_global, watcher: The arguments.
-        has_several_batches: True if a step has several batches, on this rank or on others, so that their weights
+        has_several_batches: True if a step has several batches, on this rank or across ranks, so that their weights
             matter.
-        defer: Called before each batch, with accumulation, with True if the exchange of gradients can wait for a later
-            batch. None if exchanges never wait.
-        check: Called before a step counts as done, and raises if it cannot count. None for no check.
+        defer: Called before each batch if the step accumulates gradients or has logical shards. The argument is True
+            if gradient communication can wait for a later batch. None if gradient communication never waits.
+        check: Called before a step counts as done; raises if the step cannot count. None for no check.
         refresh: Called on all ranks before the first batch of each global batch. None if there is nothing to refresh.
-        rows: Exchange of metrics between the ranks in each step; None if they exchange no metrics.
-        batch: The last batch that was handed out.
-        began_at: Time at which this rank asked for the batch; 0 after its first backward pass has begun.
-        own_s: Seconds from there to the backward pass, over all batches: time that this rank spent without the others.
-        is_used: True if a backward pass was noted. User code that computes gradients without the library's methods
-            cannot accumulate.
-        counted: Amount by which the batch of the running backward pass counts; None if it counts by samples.
-        usual: Mean amount of a rank's batch in the last step that did not count by samples. The same on all ranks.
-        labels: Last call of a criterion over labels.
-        uncounted: True if a batch counted by its samples, although its loss counts labels unevenly. A tensor if only
-            the device knows.
+        rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
+        batch: The batch that was drawn last.
+        began_at: Time at which this rank asked for the batch; 0 after the batch's first backward pass has started.
+        own_s: Seconds from `began_at` to the backward pass, summed over all batches: the time that this rank spent
+            without waiting for other ranks.
+        is_used: True if a backward pass was recorded. User code that computes gradients without the library's methods
+            cannot accumulate them.
+        counted: Amount by which the batch of the running backward pass counts; None if the number of samples counts.
+        usual: Mean amount of a rank's batch in the last step that was not weighted by samples. The same on all ranks.
+        labels: The last call of a criterion over labels.
+        uncounted: True if a batch was weighted by its samples although its loss counts labels unevenly. A tensor if
+            only the device knows.
         has_clipped: True if gradients were clipped.
-        waiting: The step's batches that had a backward pass; None before the first one, and without accumulation.
-        omitted: Samples that ranks leave out of the step; None if no code has said so.
+        waiting: The step's batches that had a backward pass. None before the first such batch, and without
+            accumulation.
+        omitted: Samples that ranks leave out of the step; None until `note_omitted` is called in the step.
     """
 
     def __init__(
@@ -104,18 +106,18 @@ class Leg:
         is_last: bool = True,
         is_last_part: bool = True,
     ) -> None:
-        """Begin a batch.
+        """Start a batch.
 
         Args:
             weight: Weight of this rank's gradient in the mean over the ranks.
             num_samples: Number of this rank's samples in the batch; 0 for padding, None if unknown.
             total: Number of samples on all ranks.
-            is_last: True if the pass or the call ends with this batch.
+            is_last: True if the epoch or the call ends with this batch.
             is_last_part: True if the global batch ends with this batch.
 
         Raises:
             ValueError: With accumulation, the last batch or the last step was not completed.
-            RuntimeError: The last batch has another weight, and still waits for its backward pass.
+            RuntimeError: The last batch has another weight and still waits for its backward pass.
         """
         before, index, is_boundary = self.batch, 0, True
         if self.waiting is not None and before.is_boundary and before.had_backward:
@@ -156,7 +158,7 @@ class Leg:
             self.defer(not is_boundary)
 
     def _counts_like(self, weight: float, num_samples: int | None, total: int | None, is_boundary: bool) -> bool:
-        """Return True if a loss counts the same for such a batch as for the last one."""
+        """Return True if a loss of a batch with these values is weighted like a loss of the last batch."""
         last = self.batch
         if (is_boundary, num_samples == 0) != (last.is_boundary, last.is_padding):
             return False
@@ -176,32 +178,32 @@ class Leg:
         )
 
     def end_stream(self) -> None:
-        """End the batches. If none waits for its backward pass, later backward passes belong to no batch."""
+        """End the stream of batches. Later backward passes belong to no batch, unless one still waits for its own."""
         self.began_at = 0.0
         if not self._num_waiting:
             self.batch = self.batch.end()
 
     def end_forward(self) -> None:
-        """Note that a backward pass follows, in which ranks wait for each other. Only the first of a batch matters."""
+        """Record that a backward pass follows, in which ranks wait for each other. Only the first per batch matters."""
         if self.began_at:
             self.own_s += time.perf_counter() - self.began_at
             self.began_at = 0.0
 
     def confirm(self) -> None:
-        """Confirm that the step counts. Raises if it does not, for example because the group broke in it."""
+        """Raise if the step cannot count, for example because the group broke during the step."""
         if self.shards is not None:
             self.shards.check()
         if self.check is not None:
             self.check()
 
     def use(self, by_samples: bool = True) -> None:
-        """Note that a backward pass of the batch follows; `by_samples` if the batch counts by its samples in it."""
+        """Record that a backward pass of the batch follows, weighted by the number of samples if `by_samples`."""
         self._is_by_samples = by_samples
         self.batch.is_by_samples |= by_samples
         self.end_waiting()
 
     def end_waiting(self) -> None:
-        """Note that the last batch no longer waits for its backward pass: it had one, or is left out."""
+        """Record that the last batch no longer waits for its backward pass: it had one or is left out."""
         if self.batch.is_waiting:
             self._num_waiting -= 1
             self.batch.is_waiting = False
@@ -224,7 +226,7 @@ class Leg:
     # ------------------------------------------------------------------------------------ backward passes and steps
 
     def note_backward(self, optimizers: Sequence[Any], weight: Any = None) -> bool:
-        """Note a backward pass for optimizers. Return True if the batch had one before, for any optimizer.
+        """Record a backward pass for optimizers. Return True if the batch already had one, for any optimizer.
 
         Raises:
             ValueError: With accumulation, the step of this batch has already ended.
@@ -251,19 +253,19 @@ class Leg:
 
     @property
     def option(self) -> str:
-        """The option of the trainer that makes several batches one step."""
+        """The trainer's option that combines several batches into one step, for error messages."""
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
     def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
-        """Count this batch in its window. Return the factor for its loss.
+        """Add this batch to its window. Return the factor for the batch's loss.
 
         Args:
-            weight: Amount by which the batch counts; None for its samples.
+            weight: Amount by which the batch counts; None to weight it by its number of samples.
             num_ranks: Number of ranks over which gradients are averaged.
             is_of_criterion: True if `weight` comes from the criterion, False if it comes from user code.
 
         Raises:
-            ValueError: Other batches of the window count by something else.
+            ValueError: Other batches of the window are weighted by something else.
         """
         batch = self.batch
         total, amount = batch.total if weight is None else None, weight
@@ -294,7 +296,7 @@ class Leg:
         return amount / window.reference
 
     def note_omitted(self, is_omitted: bool, num_ranks: int) -> None:
-        """Note whether this rank leaves the batch out. Called for each batch if user code may do that on any rank."""
+        """Record whether this rank leaves the batch out. Called for each batch if user code may leave batches out."""
         batch = self.batch
         if self.window == 1 or self.omitted is None:
             self.omitted = Omitted(self.window)
@@ -303,17 +305,17 @@ class Leg:
         self.omitted.note(max(0, batch.index - batch.is_last_part), drawn, own if is_omitted else 0.0)
 
     def stepped(self, optimizer: Any) -> None:
-        """Note that `optimizer` has stepped, so that the next backward pass does not add to its gradients."""
+        """Record that `optimizer` has stepped, so that the next backward pass does not add to its gradients."""
         self.batch.computed.discard(id(optimizer))
         self.waiting = self.omitted = None
 
     def end_window(self) -> None:
-        """End an incomplete window, so that the optimizer can step on its batches."""
+        """End an incomplete window, so that the optimizer can step on the batches in it."""
         self.batch = self.batch.end()
 
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:
-        """Run a backward pass inside the context.
+        """Context for running a backward pass.
 
         Args:
             counted: Amount by which the batch counts; None if the loss is already multiplied by its weight.
@@ -325,7 +327,7 @@ class Leg:
             self.counted, self._is_weighted = None, False
 
     def outgoing_weight(self) -> Any:
-        """Return the factor for gradients before they are sent to the other ranks: a number or a tensor."""
+        """Return the factor for gradients before they are sent to other ranks: a number or a tensor."""
         if self.window > 1 or self._is_weighted:
             return 1.0
         if self.counted is not None:

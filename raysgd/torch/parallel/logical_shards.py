@@ -1,10 +1,11 @@
-"""The gradients of logical shards, added in a fixed order, so that the sum has the same bits for any number of ranks.
+"""The gradients of logical shards, added in a fixed order, so that the sum is bit-identical for any number of ranks.
 
-A global batch is cut into a fixed number of shards. Each rank computes some of them, one after the other, and keeps the
-gradient of each as a row. Then each rank receives a part of every row, adds these up in the order of the shards, and
-sends the sum to all. Floating-point sums depend on their order, and this order does not depend on the ranks.
+A global batch is cut into a fixed number of shards. Each rank computes some of the shards, one after the other, and
+stores each shard's gradient as a row. Then each rank receives a part of every row, adds these parts in the order of the
+shards, and sends the sum to all ranks. Floating-point sums depend on their order, and this order does not depend on the
+number of ranks.
 
-ADR 98 says why shards are fixed, and what that costs.
+ADR 98 explains why shards are fixed, and what that costs.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from raysgd.torch.objects import rng
 
 
 class LogicalShards:
-    """The gradients of one rank's shards, and their sum over all ranks.
+    """The gradients of one rank's logical shards, and their sum over all ranks.
 
     Args:
         num_shards: Number of shards in a global batch.
         rank: Rank of this worker.
         world_size: Number of ranks.
-        models: The models with their wrappers.
+        models: The models, wrapped if they have a wrapper.
 
     Attributes:
         fraction, seed_of_step: Values of the current shard; see `begin_batch`.
@@ -42,23 +43,23 @@ class LogicalShards:
         self.fraction, self.seed_of_step = 1.0, 0
 
     def begin_batch(self, is_first: bool, seed: int, fraction: float = 1.0, seed_of_step: int = 0) -> None:
-        """Begin a shard. Its random numbers depend on its place in the data, and not on the rank.
+        """Start a shard. Its random numbers depend on its position in the data and not on the rank.
 
         Args:
             is_first: True for the first shard of this rank in a step.
             seed: Seed for the random numbers in the shard.
-            fraction: Its share of the global batch's samples.
+            fraction: The shard's fraction of the global batch's samples.
             seed_of_step: Seed for the random numbers after the last shard of the step.
         """
         self.fraction, self.seed_of_step = fraction, seed_of_step
         if is_first:
             self._num_kept, self._is_summed = 0, False
         for model in self._wrapped:
-            model.require_forward_param_sync = is_first  # copies buffers once per step, on all ranks
+            model.require_forward_param_sync = is_first  # synchronizes buffers once per step, on all ranks
         rng.seed_alike(seed)
 
     def keep(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Keep the gradients of the backward pass that just ended."""
+        """Store the gradients of the backward pass that just ended."""
         self._make_room(parameters)
         row = self._rows[self._num_kept]
         start = 0
@@ -73,7 +74,7 @@ class LogicalShards:
         self._num_kept += 1
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make a row for each shard of this rank: its gradients, then a flag per parameter that has a gradient."""
+        """Allocate a row per shard of this rank: its gradients, then a flag per parameter for "has a gradient"."""
         num_numbers = sum(each.numel() for each in parameters)
         shape = (max(1, self._counts()[self._rank]), num_numbers + len(parameters))
         if self._rows.shape != shape:
@@ -100,13 +101,13 @@ class LogicalShards:
             each.grad = sums[start : start + each.numel()].to(each.dtype).view_as(each) if has_gradient else None
             start += each.numel()
         self._is_summed = True
-        rng.seed_alike(seed)  # all ranks continue alike
+        rng.seed_alike(seed)  # all ranks continue with the same random state
 
     def check(self) -> None:
-        """Check that the gradients of the step were added up here.
+        """Check that the gradients of the step were summed here.
 
         Raises:
-            ValueError: User code computed them, so each rank has its own.
+            ValueError: User code computed the gradients, so they differ between ranks.
         """
         if not self._is_summed:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Options of `TorchTrainer` for steps and for FSDP. They are frozen, and checked when they are made."""
+"""Options of `TorchTrainer` for steps and for FSDP. The objects are frozen and check their values when created."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from raysgd.core.arguments import check_count, check_switch, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of an optimizer step. `TorchTrainer` has an argument for each.
+    """Options of an optimizer step. `TorchTrainer` has an argument for each of them.
 
     Attributes:
-        accumulate_grad_batches: Number of batches in an optimizer step. Its gradient is that of one large batch.
+        accumulate_grad_batches: Number of batches in an optimizer step. The step's gradient equals that of one large
+            batch.
         clip_grad_norm: Largest norm of all gradients of an optimizer; None for no limit.
-        clip_grad_value: Largest absolute value of each number in the gradients; None for no limit.
+        clip_grad_value: Largest absolute value of each element of the gradients; None for no limit.
         sync_batchnorm: True to compute the statistics of batch norms over the batches of all workers. Needs GPUs.
-        compile: True to compile models with `torch.compile`, or a dict of options for it.
-        activation_checkpointing: True to compute the elements of `ModuleList` and `Sequential` again in the backward
-            pass instead of keeping their activations. Saves memory.
+        compile: True to compile models with `torch.compile`, or a dict of options for `torch.compile`.
+        activation_checkpointing: True to recompute the elements of `ModuleList` and `Sequential` in the backward pass
+            instead of storing their activations. Saves memory.
 
     Raises:
-        ValueError: A value cannot work.
+        ValueError: A value is invalid.
     """
 
     accumulate_grad_batches: int = 1
@@ -37,7 +38,7 @@ class StepOptions:
         window = check_count(
             "accumulate_grad_batches", self.accumulate_grad_batches, hint="1 steps the optimizer on every batch."
         )
-        object.__setattr__(self, "accumulate_grad_batches", window)  # may be of numpy
+        object.__setattr__(self, "accumulate_grad_batches", window)  # may be a NumPy integer
         for name in ("clip_grad_norm", "clip_grad_value"):
             bound = getattr(self, name)
             if bound is not None and not (is_number(bound) and bound > 0):
@@ -49,7 +50,7 @@ class StepOptions:
                 f"`compile={self.compile!r}`: allowed are True, False, and a dict of options for `torch.compile`."
             )
         if isinstance(self.compile, Mapping):
-            object.__setattr__(self, "compile", dict(self.compile))  # the caller may change it later
+            object.__setattr__(self, "compile", dict(self.compile))  # a copy: the caller may change the dict
 
     @property
     def clips(self) -> bool:
@@ -62,11 +63,11 @@ class FSDPOptions:
     """Options for `TorchTrainer(strategy_options=...)`.
 
     Attributes:
-        min_block_parameters: Smallest number of parameters of a block that is a separate group.
-        reshard_after_forward: True to divide blocks again between forward and backward pass. False saves an exchange
-            and needs more memory.
+        min_block_parameters: Minimum number of parameters for a block to become a group that is gathered separately.
+        reshard_after_forward: True to reshard blocks between forward and backward pass. False saves communication and
+            needs more memory.
         mp_policy: A `MixedPrecisionPolicy` of PyTorch. Only with `precision="fp32"`.
-        offload_policy: A `CPUOffloadPolicy` of PyTorch, which keeps a worker's parts in the memory of the host.
+        offload_policy: A `CPUOffloadPolicy` of PyTorch, which stores a worker's shards in host memory.
     """
 
     min_block_parameters: int = 1_000_000

@@ -1,4 +1,4 @@
-"""The group of ranks, as the sources of batches need it: this replica's rank, and sums over the ranks."""
+"""What the sources of batches need to know about the worker group: this replica's rank, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 
 from raysgd.streams.global_reader import Numbers, StartSum
-from raysgd.torch.parallel.strategy import NoParallel, Summation
+from raysgd.torch.parallel.strategy import Strategy, Summation
 
 
-class Ranks:
-    """One group of ranks. A new group gets a new object.
+class RankSums:
+    """Rank and sums over the ranks in one worker group. A new group gets a new object.
 
     Attributes:
         rank: Rank of this replica.
@@ -21,7 +21,7 @@ class Ranks:
 
     def __init__(
         self,
-        parallel: NoParallel,
+        parallel: Strategy,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -35,14 +35,17 @@ class Ranks:
 
     @cached_property
     def start_sum(self) -> Summation:
-        """Function that starts sums over the ranks in the background. The first read is a collective of all ranks."""
+        """Function that starts background sums over the ranks.
+
+        The first read is a collective operation of all ranks.
+        """
         return self._parallel.summation()
 
     def adding(self) -> StartSum:
         """Return a function that starts sums of NumPy arrays over the ranks.
 
         Raises:
-            ValueError: The workers exchange nothing.
+            ValueError: The workers do not communicate.
         """
         if not self.is_global:
             raise ValueError(

@@ -1,9 +1,10 @@
-"""The base of the strategies that keep the replicas of a model equal.
+"""Base class of the strategies that keep the replicas of a model in sync.
 
-The loss of a batch is the mean over its samples, and an exchange takes the plain mean of the ranks' gradients. If the
-ranks' batches differ in size, that is not the mean over all samples. So a hook first weights each rank's gradient by
-its share of the samples (`Batch.weight`, which is 1.0 nearly always). With gradient accumulation, a hook would see the
-sum of several batches, so the library must run the backward pass. See `raysgd.torch.parallel.amounts`.
+The loss of a batch is the mean over its samples, and an all-reduce takes the unweighted mean of the ranks' gradients.
+If the ranks' batches differ in size, that mean is not the mean over all samples. So a hook first multiplies each
+rank's gradient by a weight proportional to its number of samples (`Batch.weight`, nearly always 1.0). With gradient
+accumulation, a hook would see the sum of several batches, so the library must run the backward pass. See
+`raysgd.torch.parallel.amounts`.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from raysgd.torch.parallel.leg import Leg, StepWatcher
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 
-# Starts to add up a tensor of integers over the ranks, in place. Returns a function that waits for the sum.
+# Starts to sum a tensor of integers over the ranks, in place. Returns a function that waits for the sum.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model. Tensors that modules computed and keep are copied, too, which `deepcopy` refuses."""
+    """Return a copy of a model, including computed tensors that modules store, which `deepcopy` alone rejects."""
     kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
 
 
-class NoParallel:
-    """A single replica, or replicas that the user keeps equal.
+class Strategy:
+    """A single replica, or replicas that the user keeps in sync.
 
     Args:
         has_others: True if there are other ranks.
@@ -51,13 +52,15 @@ class NoParallel:
     Attributes:
         synchronizes: True if every step involves all ranks.
         has_others: True if there are other ranks.
-        is_sharded: True if a rank holds only a part of each model, so that all ranks must help to read its whole state.
+        is_sharded: True if each rank holds only a shard of each model, so that all ranks must help to read a full
+            state.
         leg: The part of a training call that this group runs. Between calls, an empty leg.
-        exchanges: The exchanges of the running step, and how they ended.
-        exchanged: IDs of parameters, one for each model whose gradients were exchanged completely.
-        record: Record of what all ranks must do alike in the call; None if there is nothing.
-        forward_context: Returns the context of forward passes.
-        shares_frozen: True if all ranks take frozen parameters from rank 0. False if each rank has made the same ones.
+        exchanges: Outcome of the gradient communication in the running step.
+        exchanged: IDs of parameters, one per model whose gradients were all-reduced completely.
+        record: Record of what all ranks must do alike in the call; None if ranks need not act alike.
+        forward_context: Returns the context manager for forward passes.
+        shares_frozen: True if all ranks take frozen parameters from rank 0. False if each rank creates the same frozen
+            parameters.
     """
 
     synchronizes = False
@@ -66,7 +69,7 @@ class NoParallel:
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(is_global=self.synchronizes)
         self._tells_rows = tells_rows
-        self._row_exchange: tuple[Gather, RowExchange] | None = None  # of this group; made when needed
+        self._row_exchange: tuple[Gather, RowExchange] | None = None  # of this group; created when needed
         self.has_others = has_others
         self.exchanges = Exchanges()
         self.record = GlobalRecord() if self.synchronizes else None
@@ -76,7 +79,7 @@ class NoParallel:
         self._left_out: list[torch.nn.Module] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Return the model to call in training. `options` are for `DistributedDataParallel`."""
+        """Return the model to call in training. `options` are arguments of `DistributedDataParallel`."""
         return model
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
@@ -84,19 +87,19 @@ class NoParallel:
         return optimizer
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make a model without trainable parameters equal on all ranks. It is not wrapped: it has no gradients."""
+        """Copy rank 0's values of a model without trainable parameters to all ranks. The model is not wrapped."""
         take_from_first((*(model.parameters() if self.shares_frozen else ()), *model.buffers()))
         self._left_out.append(model)
         return model
 
     def _refresh_left_out(self, in_training: bool = False) -> None:
-        """Copy rank 0's buffers of models without trainable parameters to all ranks, as wrappers do for others."""
+        """Copy rank 0's buffers of unwrapped models to all ranks, as wrappers do for wrapped models."""
         for model in self._left_out:
             if model.training or not in_training:
                 repeat_first(model.buffers())
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Let optimizers that were made before `wrap` train the parameters of the wrapped models."""
+        """Make optimizers that were created before `wrap` train the parameters of the wrapped models."""
 
     def begin_leg(
         self,
@@ -109,17 +112,17 @@ class NoParallel:
         watcher: StepWatcher | None = None,
         may_defer: bool = True,
     ) -> Leg:
-        """Make the `Leg` of a call of `train`, or of its rest in this group.
+        """Create the `Leg` for a call of `train`, or for the rest of the call in this group.
 
         Args:
             models: The wrapped models.
-            may_run_backward: True if user code may run backward passes. As it may catch their exceptions, exchanges are
-                then checked before a step counts.
-            window: Number of batches in an optimizer step. This and the next three are for the `Leg`.
+            may_run_backward: True if user code may run backward passes. Because it may catch their exceptions, the
+                outcome of gradient communication is then checked before a step counts.
+            window: Number of batches in an optimizer step. See `Leg`, also for the next three arguments.
             most_parts: Largest number of batches into which a rank may split its share of a global batch.
-            shards: Keeps the gradients of logical shards.
-            watcher: Observer of steps and exchanges.
-            may_defer: True if the exchange of gradients may wait for the last batch of a window.
+            shards: Stores the gradients of logical shards.
+            watcher: Observer of steps and gradient communication.
+            may_defer: True if gradient communication may wait for the last batch of a window.
         """
         leg = self.leg = Leg(window, most_parts=most_parts, shards=shards, is_global=self.synchronizes, watcher=watcher)
         leg.defer = self._deferrer(models, may_run_backward) if may_defer else None
@@ -133,24 +136,24 @@ class NoParallel:
         return leg
 
     def end_leg(self) -> None:
-        """Replace the leg by an empty one, for user code between two calls. Called however the call ends."""
+        """Replace the leg by an empty leg, for user code between two calls. Called even if the call fails."""
         if self.leg.defer is not None:
             self.leg.defer(False)
         self.leg = Leg(is_global=self.synchronizes)
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """Return a function that is called before each batch with True if the exchange of its gradients waits.
+        """Return a function to call before each batch, with True if the communication of its gradients can wait.
 
-        None if exchanges never wait.
+        Returns None if gradient communication never waits.
         """
         return None
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
-        """Average the gradients of all parameters that are trainable now. All ranks call this at the same time.
+        """Start averaging the gradients of all parameters that are trainable now. Must be called on all ranks together.
 
         Args:
             models: The wrapped models.
-            is_agreed: True if it is known that all ranks train the same parameters, so that they need not compare.
+            is_agreed: True if all ranks are known to train the same parameters, so that they need not compare.
 
         Raises:
             ValueError: The gradients of a model cannot be averaged.
@@ -165,7 +168,7 @@ class NoParallel:
                 )
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
-        """Return the names of an unwrapped model's parameters that may differ between ranks; None if all may differ."""
+        """Return the names of parameters that may differ between ranks; None if all may. `model` has no wrapper."""
         return None
 
     @property
@@ -174,13 +177,13 @@ class NoParallel:
         return "the replicas are not kept equal by `DistributedDataParallel`"
 
     def reform(self) -> None:
-        """Connect the models to the new group. They stay the same objects."""
+        """Connect the models to the new group. The model objects stay the same."""
         self.exchanges = self.exchanges.of_next_group()
         if self.record is not None:
             self.record = GlobalRecord()
 
     def row_exchange(self, name: str, size: int) -> RowExchange | None:
-        """Return the exchange of rows between the ranks; None if they exchange no rows.
+        """Return the object that exchanges rows between the ranks; None if the ranks exchange no rows.
 
         Args:
             name: Name of this rank.
@@ -199,13 +202,14 @@ class NoParallel:
         return dist.get_world_size() if self.synchronizes else 1
 
     def start_total(self, amount: Any) -> Callable[[], Any]:
-        """Start to add up an amount over these ranks.
+        """Start to sum an amount over the ranks whose gradients are averaged.
 
         Args:
             amount: A number, or a tensor of one element on the device of the models.
 
         Returns:
-            A function that returns the sum: a number, or a tensor if the sum is on a GPU, to avoid waiting for it.
+            A function that waits for the sum and returns it: a number, or a tensor if the sum is on a GPU, to avoid a
+            device synchronization.
         """
         if not self.synchronizes:
             return lambda: amount
@@ -218,7 +222,7 @@ class NoParallel:
         return cache(partial(self._total, wait, numbers))
 
     def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
-        """Start a sum in the group of the gradients, right before the gradients of the same backward pass."""
+        """Start a sum in the process group of the gradients, right before the gradients of the same backward pass."""
         return dist.all_reduce(numbers, async_op=True).wait
 
     def _total_at_once(self, group: Group, amount: float) -> float:
@@ -233,66 +237,66 @@ class NoParallel:
         return numbers.item() if numbers.device.type == "cpu" else numbers[0]
 
     def note_exchange(self, work: str) -> None:
-        """Record that gradients are exchanged, under the name `work`."""
+        """Record that gradients are reduced over the ranks, under the name `work`."""
         if self.record is not None:
             self.record.note(work)
         if self.leg.watcher is not None:
             self.leg.watcher.note_exchange()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average gradients whose exchange was waiting for a batch that never came."""
+        """Average gradients whose communication was deferred to a batch that never came."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return True if no gradients of earlier batches are left to add to."""
+        """Return True if no gradients of earlier batches remain to accumulate into."""
         return all(parameter.grad is None for parameter in parameters)
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Run another backward pass of the same batch inside the context, on a loss multiplied by its weight."""
+        """Context for another backward pass of the same batch, on a loss that is already multiplied by its weight."""
         with self.leg.weighting():
             yield
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Return the context for evaluation, in which ranks may have different numbers of batches."""
+        """Context for evaluation, in which ranks may have different numbers of batches."""
         yield
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """Return the whole state of a model or an optimizer. If it is sharded, all ranks must call this, for rank 0."""
+        """Return the full state of a model or optimizer. If it is sharded, all ranks must call this; rank 0 gets it."""
         state: dict[str, Any] = part.state_dict()
         return state
 
     def part_of_state(self, part: Any) -> dict[str, Any]:
-        """Return this rank's state of a model or an optimizer. If sharded, with this rank's part of each tensor."""
+        """Return this rank's state dict of a model or optimizer. If it is sharded, tensors are this rank's shards."""
         state: dict[str, Any] = part.state_dict()
         return state
 
     def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor that is divided like `tensor`, with another dtype."""
+        """Return an empty tensor that is sharded like `tensor`, with another dtype."""
         return torch.empty_like(tensor, dtype=dtype)
 
     @property
     def group_beside(self) -> Any:
-        """Separate process group for exchanges outside of training; None if models are not sharded.
+        """Separate process group for communication outside of training; None if models are not sharded.
 
-        All ranks must read it.
+        Reading it is a collective operation: all ranks must do so.
         """
         return None
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Load a whole state into a model."""
+        """Load a full state dict into a model."""
         load_model(model, state)
 
     def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Load a whole state into an optimizer."""
+        """Load a full state dict into an optimizer."""
         load_optimizer(optimizer, state)
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Return a copy of a model on the CPU, without anything that the library added. None on ranks without one."""
+        """Return a CPU copy of a model, without anything that the library added; None on ranks that hold no copy."""
         return without_checkpointing(_copied(unwrap(model)).cpu())
 
     def all_sum(self, tensor: torch.Tensor) -> None:
-        """Add up a tensor over all ranks, in place. All ranks must call this."""
+        """Sum a tensor over all ranks, in place. All ranks must call this."""
         group = quick_group(tensor)
         if group is not None:
             group.add_up(tensor.numpy())
@@ -300,23 +304,23 @@ class NoParallel:
             dist.all_reduce(tensor)
 
     def summation(self) -> Summation:
-        """Return a function that starts a sum over the ranks in the background, and returns a function to wait for it.
+        """Return a function that starts a background sum over the ranks and returns a function that waits for it.
 
         All ranks must call this at the same time.
         """
-        # In a separate group: in the default one, these sums could overtake the exchanges of the backward pass.
+        # A separate process group, because in the default group these sums could overtake the gradient all-reduces.
         start_sum = summation_beside()
         return lambda numbers: start_sum(numbers).wait
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:
-    """Return the group through which to add up a tensor; None if PyTorch is quicker."""
+    """Return the group to use for summing a tensor; None if PyTorch is faster."""
     group = exchanges_at_once() if tensor.device.type == "cpu" else None
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 
 
 def reachable() -> torch.device | None:
-    """Return the device on which PyTorch's default group adds up tensors; None for the CPU."""
+    """Return the device on which PyTorch's default process group reduces tensors; None for the CPU."""
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
 
@@ -350,8 +354,8 @@ def _check_shapes(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def repeat_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Copy rank 0's tensors to every rank. Their shapes must be equal on all ranks."""
-    # Not over gloo if possible: its broadcast may hang when its connections are closed.
+    """Copy rank 0's tensors to every rank. Their shapes must be the same on all ranks."""
+    # Avoid gloo if possible: its broadcast may hang when its connections are closed.
     for tensor in _with_numbers(tensors):
         flat = tensor.contiguous().reshape(-1)
         at_once = quick_group(flat)
@@ -370,6 +374,6 @@ def _with_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model in a `DistributedDataParallel` or `DataParallel` wrapper, or the model itself.
 
-    Another class with an attribute `module` may compute something else, so it counts as a model.
+    Any other class with an attribute `module` may compute something else, so it counts as a model.
     """
     return model.module if isinstance(model, DistributedDataParallel | torch.nn.DataParallel) else model

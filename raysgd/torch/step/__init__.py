@@ -1,1 +1,1 @@
-"""An optimizer step: gradients, schedulers, and undo of an interrupted batch."""
+"""An optimizer step: gradients, schedulers, and undoing an interrupted batch."""

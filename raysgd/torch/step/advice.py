@@ -1,8 +1,8 @@
-"""Advice for mistakes that PyTorch reports in unclear words, or with a hang.
+"""Advice for mistakes that PyTorch reports with unclear messages, or with a hang.
 
-Known exceptions of PyTorch get advice in their message. If the ranks' shares of a global batch differ, gathers in user
-code compare sizes first, because gloo would end the process of a rank that receives too much, and NCCL would wait
-forever. If a pass has shares on which a batch norm cannot train, it is refused when it begins.
+Known exceptions of PyTorch get advice in their message. If the ranks' shares of a global batch differ in size, gathers
+in user code compare sizes first, because gloo would crash the process of a rank that receives too much, and NCCL would
+wait forever. If an epoch contains shares on which a batch norm cannot train, it is rejected when it starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLOAT64 = (
 
 @contextmanager
 def with_advice(models: Iterable[torch.nn.Module], divided: Leg | None = None) -> Iterator[None]:
-    """Add advice to the message of a known exception. The exception stays the same object.
+    """Context that adds advice to the message of a known exception. The exception stays the same object.
 
     Args:
         models: The trained models.
@@ -96,12 +96,12 @@ _NO_SAMPLE = (
 
 
 def check_norms(models: Iterable[Module], plan: PassPlan) -> None:
-    """Check that batch norms can train on all shares in the rest of a pass.
+    """Check that batch norms can train on every rank's share in the rest of an epoch.
 
-    Norms of images always can, because an image has many values for each channel.
+    Batch norms for images always can, because an image has many values for each channel.
 
     Raises:
-        ValueError: A share has a single sample, or with `SyncBatchNorm` none.
+        ValueError: A share has a single sample or, with `SyncBatchNorm`, no sample.
     """
     in_training = [module for model in models for module in model.modules() if module.training]
     if any(isinstance(module, BatchNorm1d) for module in in_training) and plan.has_single_samples:
@@ -115,10 +115,10 @@ _NAMES = ("allgather", "_allgather_base", "all_gather_single")
 
 @contextmanager
 def comparing_sizes(differ: Callable[[], bool]) -> Iterator[None]:
-    """Compare the sizes of tensors that ranks gather inside the context.
+    """Context in which the sizes of tensors that ranks gather are compared.
 
     Args:
-        differ: Returns True if shares differ in this step. All ranks must return the same.
+        differ: Returns True if the ranks' shares differ in this step. It must return the same on all ranks.
     """
     kept = {name: value for name, value in vars(dist.ProcessGroup).items() if name in _NAMES}
     if not kept:

@@ -21,7 +21,7 @@ from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class OwnSteps:
         precision: Precision,
         options: StepOptions,
         bounds: Any,
-        parallel: NoParallel,
+        parallel: Strategy,
         callbacks: InstalledCallbacks,
     ) -> None:
         self._callbacks = callbacks
@@ -194,7 +194,7 @@ def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
 class Gradients:
     """Computes the gradients of a step. Over all its batches and ranks, they equal the gradient of one big batch."""
 
-    def __init__(self, precision: Precision, parallel: NoParallel, own_steps: OwnSteps, once: Once) -> None:
+    def __init__(self, precision: Precision, parallel: Strategy, own_steps: OwnSteps, once: Once) -> None:
         self._precision = precision
         self._parallel = parallel
         self._own_steps = own_steps

@@ -1,4 +1,4 @@
-"""The learning-rate schedulers that the library steps: which ones, when, and with which metric."""
+"""The learning-rate schedulers that the library steps: which of them, when, and with which metric."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from raysgd.torch.parallel.batch import Batch
 logger = logging.getLogger(__name__)
 
 MeanOf = Callable[[str, Mapping[str, Any]], float | None]
-"""Takes a name and the metrics of one worker. Returns the mean over all workers; None if no worker has the metric."""
+"""Takes a metric's name and one worker's metrics. Returns the mean over all workers; None if no worker has it."""
 
 Plateau = tuple[str, Callable[[float], Any]]
-"""The metric of a scheduler, and its `step`."""
+"""The name of a scheduler's metric, and the scheduler's `step` method."""
 
 _VAL_LOSS = "val_loss"
 
 
 def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], list[Any]]:
-    """Return the schedulers that the stock `train_epoch` steps: after each optimizer step, and after the epoch.
+    """Return the schedulers that the default `train_epoch` steps after each optimizer step, and after the epoch.
 
     Args:
         operator: The operator with `scheduler`, `scheduler_step_freq` and `scheduler_metric`.
-        validates: True if a validation follows, as in `fit`, whose metrics schedulers may use.
+        validates: True if a validation follows, as in `fit`. Schedulers may use its metrics.
 
     Raises:
         ValueError: A `ReduceLROnPlateau` has no metric, or would step after each batch.
@@ -52,7 +52,7 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
 
 
 def _warn_of_end(operator: Any, length: int) -> None:
-    """Warn once that a cosine schedule has ended before the training, such as in a resumed run with more epochs."""
+    """Warn once that a cosine schedule has ended before the training, as in a resumed run with more epochs."""
     if operator.world_rank == 0 and operator._raysgd.once.is_first("cosine"):
         logger.warning(
             "`CosineAnnealingLR(T_max=%d)` has taken its %d steps: from here on the learning rate climbs back to its "
@@ -64,7 +64,7 @@ def _warn_of_end(operator: Any, length: int) -> None:
 
 
 def step_after_batch(schedulers: Sequence[Any], precision: Precision, batch: Batch) -> None:
-    """Step schedulers after an optimizer step, unless that step was skipped."""
+    """Step schedulers after an optimizer step, unless the optimizer step was skipped."""
     if not (precision.has_skipped() or batch.left_out):
         for scheduler in schedulers:
             scheduler.step()
@@ -79,8 +79,8 @@ def step_after_epoch(
         schedulers: The schedulers.
         metric: Name of the metric for `ReduceLROnPlateau`; None for `val_loss`.
         metrics: Metrics of this worker.
-        mean_of: Returns the mean of a metric over all workers, so that all choose the same learning rate.
-        validates: True if a validation follows. A missing metric is then expected from it.
+        mean_of: Returns the mean of a metric over all workers, so that all workers choose the same learning rate.
+        validates: True if a validation follows. A missing metric is then expected to come from the validation.
 
     Raises:
         ValueError: No worker has the metric, and no validation follows.
@@ -99,7 +99,7 @@ def step_after_epoch(
 
 
 def plateaus_of(operator: Any) -> list[Plateau]:
-    """Return the `ReduceLROnPlateau` schedulers that the library steps after an epoch, each with its metric."""
+    """Return the `ReduceLROnPlateau` schedulers that the library steps after an epoch, with their metrics."""
     is_by_epoch = operator.scheduler_step_freq == SCHEDULER_STEP_EPOCH
     found = _several(getattr(operator, "scheduler", None)) if is_by_epoch else []
     metric = operator.scheduler_metric or _VAL_LOSS
@@ -113,7 +113,7 @@ def values_after_validation(
 
     Args:
         names: Names of the schedulers' metrics, with or without the prefix that the history adds.
-        trained: Metrics of the training call. Schedulers with one of these metrics have stepped already.
+        trained: Metrics of the training call. Schedulers that use one of these metrics have already stepped.
         validated: Metrics of the validation.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Undo: copies of what a batch may change, taken before the batch and put back if it must be repeated.
+"""Undoes an interrupted batch. Copies the state that a batch may change, and restores it if the batch is repeated.
 
-A lost worker breaks the exchange of the other ranks in the middle of their batch. Until then, stock code has only
-changed buffers, because its only exchange comes before its only step. User code may have changed anything. So
-everything is copied before the first batch of each call, which is then watched. If weights change or an optimizer steps
-before an exchange, everything is copied before all later batches, too. A batch that may have changed something without
-a copy is never repeated: the call then restarts from the snapshot.
+A lost worker breaks the gradient all-reduce of the other ranks in the middle of their batch. Until then, default code
+has changed only buffers, because its only all-reduce comes before its only step. User code may have changed any state.
+So all state is copied before the first batch of each call, and this batch is observed. If weights change or an
+optimizer steps before an all-reduce, all state is copied before each later batch, too. A batch that may have changed
+state without a copy is never repeated. Instead, the call restarts from the snapshot.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ _OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
 
 
 class _Watched:
-    """Observations about the batches of a call, as long as one group runs it.
+    """Observations about the batches of a call that one worker group runs.
 
     Args:
         models: The trained modules.
-        watches_frozen: True to find frozen parameters that change, such as moving averages of weights.
+        watches_frozen: True to detect frozen parameters that change, such as moving averages of weights.
         unchanging: IDs of parameters that are known not to change.
 
     Attributes:
         parameters, buffers: Parameters and buffers of the models.
-        frozen, digests: Frozen parameters, and digests of their values before the current batch.
+        frozen, digests: Frozen parameters, and digests of their values: before the first batch or, after it, at its
+            end.
         moving: Frozen parameters that changed in the first batch, by ID.
         copied: Parameters that were copied before the last batch.
-        num_usual: Number of exchanges in the first batch.
+        num_usual: Number of gradient all-reduces in the first batch.
         is_first: True until the first batch is complete.
     """
 
@@ -65,30 +66,30 @@ class _Watched:
         self.is_first = True
 
     def end_first(self) -> None:
-        """End the first batch: note which frozen parameters it changed."""
+        """End the first batch. Record which frozen parameters it changed."""
         before, self.digests = self.digests, digests_of(self.frozen)
         for each, *digests in zip(self.frozen, before, self.digests, strict=True):
             if not torch.equal(*digests):
                 self.moving[id(each)] = each
 
     def are_unchanged(self) -> bool:
-        """Return True if no frozen parameters have changed except those that changed in the first batch."""
+        """Return True if no frozen parameter has changed, except those that changed in the first batch."""
         pairs = zip(self.frozen, self.digests, strict=True)
         return all(id(each) in self.moving or torch.equal(_digest_of(each), digest) for each, digest in pairs)
 
 
 class _OpenBatch:
-    """A batch that is not complete: the state before it, and what has happened in it.
+    """A batch that is not complete: the state before the batch, and what has happened in it.
 
     Attributes:
-        is_copied: True if something was copied before the batch.
-        is_whole: True if everything was copied.
-        has_stepped: True if an optimizer has begun to step.
-        num_exchanges: Number of exchanges of gradients.
-        num_collectives: Number of collectives in the group of all ranks when an optimizer last began to step.
+        is_copied: True if any state was copied before the batch.
+        is_whole: True if all state was copied.
+        has_stepped: True if an optimizer has started to step.
+        num_exchanges: Number of gradient all-reduces.
+        num_collectives: Number of collectives in the group of all ranks when an optimizer last started to step.
         places, contents, gradients: Tensors in the models' buffers, contents of dicts and lists, and gradients before
             the batch.
-        drawn: Random states before the batch.
+        drawn: States of the random number generators before the batch.
         flags: `requires_grad` of the parameters before the batch.
     """
 
@@ -103,7 +104,7 @@ class _OpenBatch:
         self.drawn: Any = None
 
     def look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
-        """Note the contents of containers and of objects of known classes, and collect the tensors in them."""
+        """Record the contents of containers and of objects of known classes. Collect the tensors in them."""
         value = vars(value) if isinstance(value, _OPEN) else value
         if id(value) in seen:
             return
@@ -117,12 +118,12 @@ class _OpenBatch:
                 self.look_into(each, seen, tensors)
 
     def put_back(self) -> None:
-        """Put back everything except the numbers in tensors."""
+        """Restore everything except the values of tensors."""
         for container, content in self.contents:
             if isinstance(container, list):
                 container[:] = content
             else:
-                container.update(content)  # not cleared first: another thread may read it
+                container.update(content)  # not cleared first, because another thread may read it
                 for name in container.keys() - content.keys():
                     del container[name]
         for buffers, name, value in self.places:
@@ -136,20 +137,21 @@ class _OpenBatch:
 
 
 class Undo:
-    """Copies what the batches of one rank may change, and puts it back.
+    """Copies the state that the batches of one rank may change, and restores it.
 
     Args:
         models: The trained modules, without wrappers.
-        optimizers: Their optimizers. `note_step` is called before each of their steps.
+        optimizers: The modules' optimizers. `note_step` is called before each of their steps.
         others: Other objects that a batch may change, such as schedulers.
         followers: Returns objects that change when an optimizer steps.
-        copies: True to copy everything before each batch. False to copy only buffers, which is enough for stock code.
-            None to copy everything before the first batch of a call, and before later ones if the first shows the need.
-        ledger: Records the time that copies take.
+        copies: True to copy all state before each batch. False to copy only buffers, which is enough for default code.
+            None to copy all state before the first batch of a call, and before later batches if the first shows the
+            need.
+        ledger: Measures the time that copies take.
         unchanging: IDs of parameters that no batch changes, so that they are not copied. IDs may be removed later.
 
     Attributes:
-        copies_all: True if everything is copied before each batch.
+        copies_all: True if all state is copied before each batch.
     """
 
     def __init__(
@@ -174,24 +176,24 @@ class Undo:
 
     @property
     def is_whole(self) -> bool:
-        """True if everything was copied before this batch."""
+        """True if all state was copied before this batch."""
         return self._batch is not None and self._batch.is_whole
 
     @property
     def num_exchanges(self) -> int:
-        """Number of exchanges of gradients in this batch."""
+        """Number of gradient all-reduces in this batch."""
         return 0 if self._batch is None else self._batch.num_exchanges
 
     def forget(self) -> None:
-        """Forget the current batch."""
+        """Discard the current batch and the record of its previous state."""
         self._batch = None
 
     def switch_off(self) -> None:
-        """Copy nothing: a failure in the middle of a batch restarts the call from the snapshot."""
+        """Stop copying. A failure in the middle of a batch then restarts the call from the snapshot."""
         self._is_off, self._watched = True, None
 
     def open_call(self, is_used: bool = True) -> None:
-        """Begin a call, or continue one after a failure. Without `is_used`, its batches are never repeated."""
+        """Start a call, or continue it after a failure. Without `is_used`, its batches are never repeated."""
         self.forget()
         is_watching = is_used and not self._is_off
         self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
@@ -199,10 +201,10 @@ class Undo:
     # ---------------------------------------------------------------------------------------------------- in a batch
 
     def begin_batch(self, waiting: Sequence[torch.Tensor] = ()) -> None:
-        """Begin a batch: copy what it may change.
+        """Start a batch. Copy the state that it may change.
 
         Args:
-            waiting: Parameters with gradients of earlier batches with which no optimizer has stepped yet.
+            waiting: Parameters whose gradients of earlier batches no optimizer has used in a step yet.
         """
         batch, watched = _OpenBatch(), self._watched
         self._batch = batch
@@ -215,7 +217,7 @@ class Undo:
         before = self._ledger.enter(UNDO)
         try:
             self._take(batch, watched, waiting, copies_all)
-        except (MemoryError, RuntimeError) as error:  # PyTorch's, if memory is short
+        except (MemoryError, RuntimeError) as error:  # PyTorch raises `RuntimeError` if memory is short
             logger.warning("no memory to copy what a batch may change, so this worker stops copying: %s", error)
             self._copies, self._batch = _Copies(), _OpenBatch()
             self.switch_off()
@@ -233,7 +235,8 @@ class Undo:
                 batch.look_into(vars(each), seen, tensors)
             batch.flags = [(each, each.requires_grad) for each in watched.parameters]
             batch.drawn = rng.capture()
-        elif self._watches:  # learning rates and schedules: small, and user code may change them before an exchange
+        elif self._watches:
+            # Learning rates and schedules are small, and user code may change them before an all-reduce.
             seen |= {id(vars(each)) for each in self._optimizers}
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
                 batch.look_into(content, seen, tensors)
@@ -245,7 +248,7 @@ class Undo:
         batch.is_copied, batch.is_whole = True, copies_all
 
     def note_exchange(self) -> None:
-        """Called when gradients of a model are exchanged, at most once in each backward pass."""
+        """Called when gradients of a model are all-reduced, at most once in each backward pass."""
         batch, watched = self._batch, self._watched
         if batch is None:
             return
@@ -265,7 +268,10 @@ class Undo:
                 batch.num_collectives = _num_collectives()
 
     def note_return(self) -> None:
-        """Called when user code has ended its part of the batch. Later collectives of the batch are the library's."""
+        """Called when user code has finished its part of the batch.
+
+        Later collectives of the batch are the library's.
+        """
         batch = self._batch
         if batch is not None and batch.num_collectives is not None:
             self.copies_all = self.copies_all or _num_collectives() != batch.num_collectives
@@ -281,8 +287,9 @@ class Undo:
 
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
-            return  # without an exchange, it shows nothing: the next batch counts as the first
-        if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):  # changed, unknown when
+            return  # without an all-reduce, it shows nothing, so the next batch counts as the first
+        if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):
+            # Parameters changed without an optimizer step, at an unknown moment.
             self.copies_all = True
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
@@ -292,10 +299,10 @@ class Undo:
     # ------------------------------------------------------------------------------------------------- after a failure
 
     def can_put_back(self, has_broken: bool) -> bool:
-        """Return True if the state is the one before the batch, or `put_back` can restore it.
+        """Return True if the state is that before the batch, or if `put_back` can restore that state.
 
         Args:
-            has_broken: True if one of the noted exchanges has failed.
+            has_broken: True if one of the recorded all-reduces has failed.
         """
         batch, watched = self._batch, self._watched
         if batch is None or batch.is_whole:
@@ -303,11 +310,11 @@ class Undo:
         if watched is None or batch.has_stepped:
             return False
         if self._watches and batch.num_exchanges - has_broken >= watched.num_usual:
-            return False  # all usual exchanges are done, so user code may have stepped
+            return False  # all usual all-reduces are done, so user code may have stepped
         return watched.are_unchanged()
 
     def put_back(self) -> None:
-        """Put back what the batch has changed. Only if `can_put_back` is True."""
+        """Restore the state before the batch. Call this only if `can_put_back` returns True."""
         batch = self._batch
         if batch is not None:
             batch.put_back()
@@ -317,7 +324,7 @@ class Undo:
 
 
 class _Copies:
-    """Copies of tensors on their devices. The memory is reused."""
+    """Copies of tensors on their devices. The memory of the copies is reused."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -336,13 +343,13 @@ class _Copies:
         self._tensors, self._places = tensors, [each.data for each in tensors]
 
     def differ(self, first: Sequence[torch.Tensor]) -> bool:
-        """Return True if one of the tensors `first` has changed since it was copied. They were copied first."""
+        """Return True if any tensor in `first`, the tensors that were copied first, has changed since then."""
         pairs = zip(first, self._copies, strict=False)
         return not all(torch.equal(each, copy) for each, copy in pairs)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the numbers of the tensors."""
+        """Restore the values of the tensors."""
         for tensor, place in zip(self._tensors, self._places, strict=True):
             if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
                 tensor.data = place
@@ -350,7 +357,7 @@ class _Copies:
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors. On a GPU, tensors of one dtype are copied together."""
+    """Copy tensors. On a GPU, tensors of the same dtype are copied together."""
     kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
@@ -359,12 +366,12 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 
 def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tensor to put back later: the same one, or a copy if it is sparse."""
+    """Return the tensor to restore later: the tensor itself, or a copy if it is sparse."""
     return tensor.clone() if tensor is not None and tensor.layout != torch.strided else tensor
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
-    """Return True if numbers can be written into a tensor, False if it is sparse or expanded."""
+    """Return True if values can be written into a tensor, False if it is sparse or expanded."""
     if tensor.layout != torch.strided:
         return False
     return all(stride > 0 or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -376,7 +383,7 @@ def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits in each row of a tensor. Different numbers hardly ever have the same sums."""
+    """Return the sum of the bits in each row of a tensor. Different values hardly ever have the same sums."""
     bits = tensor.detach()
     if bits.is_complex():
         bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
@@ -387,9 +394,9 @@ def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _num_collectives() -> float:
-    """Return the number of collectives that this process has begun in the group of all ranks, also in user code.
+    """Return the number of collectives that this process has started in the group of all ranks, even in user code.
 
-    If PyTorch does not know, return NaN, which differs from itself.
+    Return NaN, which differs from itself, if PyTorch does not know the number.
     """
     group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None  # the stubs lack a method
     return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
@@ -399,11 +406,13 @@ def _num_collectives() -> float:
 
 
 def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
-    """Return the size of copies of everything, in words, if that is more than half of the free memory; otherwise None.
+    """Return a description of the memory that copies of all state need, if that exceeds half of the free memory.
+
+    Otherwise, return None.
 
     Args:
         models: The trained modules. Their optimizers are assumed to hold as much as Adam.
-        num_sharing: Number of workers that share the memory of the node.
+        num_sharing: Number of workers that share the node's memory.
         unchanging: IDs of parameters that are not copied.
     """
     tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
@@ -417,7 +426,7 @@ def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging
 
 
 def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
-    """Return the free memory of a GPU, or this worker's part of the node's free memory; None if unknown."""
+    """Return the free memory of a GPU, or this worker's share of the node's free memory; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

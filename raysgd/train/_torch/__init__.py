@@ -1,4 +1,4 @@
-"""Parts of `raysgd.train.torch`: the process group of the workers, and helpers for functions that run in them.
+"""Parts of `raysgd.train.torch`: the workers' process group, and helpers for functions that run in the workers.
 
 Import them from `raysgd.train.torch`.
 """

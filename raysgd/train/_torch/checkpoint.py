@@ -1,4 +1,4 @@
-"""PyTorch models in checkpoints: `TorchCheckpoint`, which holds one, and `TorchPredictor`, which predicts with it."""
+"""PyTorch models in checkpoints: `TorchCheckpoint` holds a model, and `TorchPredictor` predicts with it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from raysgd.train.predictor import TensorPredictor
 
 logger = logging.getLogger(__name__)
 
-_STATE_FILE = "model.pt"  # as Ray 2.7 and later name it
+_STATE_FILE = "model.pt"  # the name that Ray 2.7 and later use
 _WRAPPER_PREFIX = "module."
 
 
 class TorchCheckpoint(Checkpoint):
-    """A checkpoint with a model.
+    """A checkpoint that contains a PyTorch model or its state dict.
 
     Examples:
         >>> import torch
@@ -34,14 +34,14 @@ class TorchCheckpoint(Checkpoint):
 
     @classmethod
     def from_model(cls, model: torch.nn.Module, *, preprocessor: Any = None) -> TorchCheckpoint:
-        """Make a checkpoint with a whole model. It is pickled, so its class must be importable when it is read.
+        """Create a checkpoint of a whole model. The model is pickled, so its class must be importable on loading.
 
         Args:
             model: The model, with or without its `DistributedDataParallel` wrapper.
-            preprocessor: The preprocessor of the model's inputs.
+            preprocessor: The preprocessor for the model's inputs.
 
         Raises:
-            TypeError: `model` is no PyTorch module.
+            TypeError: `model` is not a PyTorch module.
         """
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"`model={model!r:.200}`: need a `torch.nn.Module`. For its state: `from_state_dict`.")
@@ -50,28 +50,28 @@ class TorchCheckpoint(Checkpoint):
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], *, preprocessor: Any = None) -> TorchCheckpoint:
-        """Make a checkpoint with the state of a model.
+        """Create a checkpoint of a model's state dict.
 
         Args:
             state_dict: The result of `model.state_dict()`.
-            preprocessor: The preprocessor of the model's inputs.
+            preprocessor: The preprocessor for the model's inputs.
 
         Raises:
-            TypeError: `state_dict` is no mapping.
+            TypeError: `state_dict` is not a mapping.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"`state_dict={state_dict!r:.200}`: need what `model.state_dict()` returns.")
         return cls.from_dict({PREPROCESSOR_KEY: preprocessor, MODEL_KEY: dict(state_dict)})
 
     def get_model(self, model: torch.nn.Module | None = None) -> Any:
-        """Return the saved model, or `model` with the saved state.
+        """Return the saved model, or load the saved state dict into `model` and return it.
 
         Args:
-            model: A model to load the state into. Not needed, and not used, if the whole model was saved.
+            model: The model to load the state dict into. Ignored if the checkpoint contains a whole model.
 
         Raises:
             RuntimeError: The checkpoint has no model.
-            ValueError: The checkpoint only has a state, and `model` was not passed.
+            ValueError: The checkpoint contains only a state dict, and `model` was not passed.
         """
         saved = self._saved()
         if isinstance(saved, torch.nn.Module):
@@ -105,15 +105,15 @@ class TorchCheckpoint(Checkpoint):
 
 
 class TorchPredictor(TensorPredictor):
-    """Predicts with a PyTorch model in evaluation mode. Override `call_model` if just calling the model is not enough.
+    """Predicts with a PyTorch model in evaluation mode. Override `call_model` if calling the model is not enough.
 
     Args:
         model: The model.
-        preprocessor: A preprocessor of Ray Data for the batches; None for none.
+        preprocessor: A Ray Data preprocessor for the batches, or None.
         use_gpu: True to move the model to the first GPU.
 
     Raises:
-        RuntimeError: `use_gpu=True`, but PyTorch sees no GPU.
+        RuntimeError: `use_gpu=True`, but PyTorch does not detect a GPU.
 
     Examples:
         >>> import numpy as np
@@ -133,22 +133,22 @@ class TorchPredictor(TensorPredictor):
     def from_checkpoint(  # type: ignore[override]  # each subclass takes its own arguments
         cls, checkpoint: Checkpoint, model: torch.nn.Module | None = None, use_gpu: bool = False
     ) -> TorchPredictor:
-        """Return a predictor with the model of a checkpoint.
+        """Return a predictor for the model in a checkpoint.
 
         Args:
-            checkpoint: A checkpoint with the key `model`, as `TorchCheckpoint` makes it.
-            model: A model to load the state into. Not needed if the whole model was saved.
+            checkpoint: A checkpoint with the key `model`, such as a `TorchCheckpoint`.
+            model: The model to load the state dict into. Not needed if the checkpoint contains a whole model.
             use_gpu: See the class.
 
         Raises:
-            RuntimeError: The checkpoint has no model, or one of another framework.
-            ValueError: The checkpoint only has a state, and `model` was not passed.
+            RuntimeError: The checkpoint has no model, or a model of another framework.
+            ValueError: The checkpoint contains only a state dict, and `model` was not passed.
         """
         saved = TorchCheckpoint.from_checkpoint(checkpoint)
         return cls(saved.get_model(model), saved.get_preprocessor(), use_gpu)
 
     def call_model(self, inputs: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the model's output: a tensor, a dict of tensors, or a data frame of your own. Safe to override."""
+        """Return the model's output: a tensor, a dict of tensors, or your own data frame. Can be overridden safely."""
         found: torch.Tensor | dict[str, torch.Tensor] = self.model(inputs)
         return found
 

@@ -1,9 +1,9 @@
-"""Steps that all ranks of a function take together, or none of them: prepared parts with `elastic=True`.
+"""Steps that either all ranks of a function take or none of them: prepared objects with `elastic=True`.
 
-If an exchange of gradients fails because a worker was lost, user code sees no exception. The batch counts as failed,
+If an all-reduce of gradients fails because a worker was lost, user code sees no exception. The batch counts as failed,
 its optimizer does not step, and the loader yields the same samples again.
 
-ADR 121 says why, and what makes a step count.
+ADR 121 gives the reasons, and defines what makes a step count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from raysgd.air._running import RunningSession, current_session
+from raysgd.air._running_function import RunningSession, current_session
 from raysgd.core.connections.torch import exchanges_at_once, is_connection_error
 from raysgd.torch.parallel import handover
 from raysgd.torch.parallel.ddp import DDP
@@ -40,14 +40,14 @@ _CPU = torch.device("cpu")
 _OF_EXCHANGES = (RuntimeError, OSError, ValueError)  # from PyTorch, from connections, from a group that is gone
 _NUMBERS_DIFFER = "the number of steps differs from batch to batch"
 _RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
-_SAME = 1e-6  # relative rounding error of sums of equal numbers
+_SAME = 1e-6  # relative rounding error of sums of equal values
 
 
 class GlobalSteps:
     """The models and optimizers of a function that continues in place when other workers are lost.
 
     Args:
-        session: The session of the function. Its membership decides which steps count.
+        session: The function's session. Its membership decides which steps count.
     """
 
     def __init__(self, session: RunningSession) -> None:
@@ -63,11 +63,11 @@ class GlobalSteps:
         self._formed = self._met
         self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
         self._digests: list[torch.Tensor] | None = None  # of the weights, after the last step of the first batch
-        self._num_steps = 0  # of optimizers in this batch
-        self._num_usual = 0  # steps of each batch, as the first batch showed; 0 before that
+        self._num_steps = 0  # optimizer steps in this batch
+        self._num_usual = 0  # optimizer steps per batch, learned from the first batch; 0 before that
         self._weight = 1.0
-        self._at = 0  # number of the batch
-        self._open: BatchStart | None = None  # the batch whose end has not been seen yet
+        self._at = 0  # number of the current batch
+        self._open: BatchStart | None = None  # the batch that has not been closed yet
         self._has_batch = self._has_exchanged = self._is_checked = self._is_left = False
         self._comparisons = ComparisonPace()
         self._is_comparing = False
@@ -95,7 +95,7 @@ class GlobalSteps:
         return wrapped
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer step only if the step counts. It is changed in place, so no other way to step it remains."""
+        """Make an optimizer step only if the step counts. It is changed in place, so every `step` call is covered."""
         if hasattr(optimizer.step, _JOINT):
             return
         self._shared.append(optimizer)
@@ -115,19 +115,19 @@ class GlobalSteps:
         return True
 
     def share(self, *parts: Any) -> None:
-        """Register other objects whose state must be equal on all ranks."""
+        """Register other objects whose state must be in sync on all ranks."""
         self._shared += parts
 
     def admit(self) -> None:
-        """Admit new workers: the function counts its passes, so others can step in."""
+        """Allow new workers to step in, because the function counts its passes."""
         self._membership.admits = True
 
     def number(self, loader: Any) -> None:
-        """Register a loader, so that workers that step in take over its position."""
+        """Register a loader, so that workers that step in continue at its position."""
         self._loaders.append(loader)
 
     def _check_prepared(self) -> None:
-        """Check, at the first exchange, that the models and loaders are prepared.
+        """Check that the models and loaders are prepared. Runs at the first all-reduce.
 
         Raises:
             ValueError: A model or a loader is not prepared.
@@ -144,16 +144,16 @@ class GlobalSteps:
                 "`elastic=True`: this batch comes from no prepared loader that divides global batches, so it could not "
                 "be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, leave `elastic` out."
             )
-        steps = weakref.ref(self)  # the hook belongs to the whole process
+        steps = weakref.ref(self)  # the hook applies to the whole process
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_unprepared(steps(), optimizer))
         weakref.finalize(self, hook.remove)
         self._is_checked = True
 
     def refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that trains a prepared model, but is neither prepared nor part of a prepared optimizer.
+        """Reject an optimizer that trains a prepared model but is neither prepared nor part of a prepared optimizer.
 
         Raises:
-            ValueError: The optimizer is neither.
+            ValueError: The optimizer is not prepared.
         """
         parts = (part for each in self._optimizers for part in (each, *vars(each).values()))
         if any(part is optimizer for part in parts):
@@ -169,9 +169,9 @@ class GlobalSteps:
     # ---------------------------------------------------------------------------------------------------------- a batch
 
     def enter(self, takes_steps: bool = True) -> GroupPlace:
-        """Wait for a group, connect the models to it, and return this rank's place in it.
+        """Wait for a group, connect the models to it, and return this rank's `GroupPlace`.
 
-        A worker that steps in receives the state of the others here, unless no steps follow.
+        A worker that steps in receives the other workers' state here, unless no steps follow.
         """
         while True:
             if self._membership.is_new and not takes_steps:
@@ -188,9 +188,9 @@ class GlobalSteps:
                 return place
 
     def _meet(self) -> Exception | None:
-        """Send workers that step in the state of the others, before the first batch of a group.
+        """Synchronize the state of replacement workers before the group's first batch.
 
-        All ranks do this before the same batch, and return when all have the state.
+        All ranks call this before the same batch. It returns once all ranks have the state.
         """
         membership, world = self._membership, self._membership.place.world
         try:
@@ -216,7 +216,7 @@ class GlobalSteps:
             return self._as_lost(error)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state that a worker that steps in takes over."""
+        """Return the state for workers that step in."""
         return {
             "number": self._membership.place.number,
             "num_done": self._membership.num_done,
@@ -228,7 +228,7 @@ class GlobalSteps:
         }
 
     def _unfit(self, state: Mapping[str, Any]) -> str | None:
-        """Return why this rank cannot take over a state, or None if it can."""
+        """Return why this rank cannot load a state, or None if it can."""
         kinds, others = [type(part).__name__ for part in self._shared], state["kinds"]
         if kinds != others:
             return f"a worker that steps in has prepared {', '.join(kinds)}, and the others {', '.join(others)}"
@@ -254,16 +254,16 @@ class GlobalSteps:
         self._membership.step_in(state["number"], state["num_done"])
 
     def open_batch(self, place: GroupPlace, weight: float, has_trained: bool, at: int) -> BatchStart:
-        """Begin a batch.
+        """Start a batch.
 
         Args:
-            place: The group in which its samples were divided.
-            weight: Weight of its mean: its part of the global batch times the number of ranks.
-            has_trained: True if steps were taken on earlier batches of its loader.
+            place: The group for which the batch's samples were divided.
+            weight: Weight of the batch's mean: its fraction of the global batch, times the number of ranks.
+            has_trained: True if steps were taken on earlier batches of the same loader.
             at: Number of the batch, which must be equal on all ranks.
 
         Raises:
-            ValueError: Another batch still waits for its step.
+            ValueError: The previous batch is still waiting for its step.
             DistNetworkError: The function left a pass during a batch that failed.
         """
         if self._open is not None:
@@ -287,7 +287,7 @@ class GlobalSteps:
         return mark
 
     def _begin_undo(self) -> None:
-        """Copy what the batch may change before its last step, which makes it count."""
+        """Copy the state that the batch may change, to restore it if the batch fails before its last step."""
         num_parts = len(self._models), len(self._optimizers)
         if self._num_parts != num_parts:
             copies = True if self._undo.copies_all or len(self._optimizers) > 1 else None
@@ -301,15 +301,15 @@ class GlobalSteps:
         """End a batch and return its outcome: "failed", "done", or "seen" if no step was taken.
 
         Raises:
-            DistNetworkError: It failed after a step that counts.
-            ValueError: The batch repeated another worker's sample, but no step followed that gives it weight zero.
+            DistNetworkError: The batch failed after one of its steps had counted.
+            ValueError: The batch repeats another worker's sample, so it needs a step with weight zero. None followed.
         """
         if mark is not self._open:  # a batch of another loader followed the step
             return "done"
         membership, self._open = self._membership, None
         self._undo.note_return()
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
-        if has_unsaid and not membership.has_repeated(mark):  # none was the last: the first batch, or too few
+        if has_unsaid and not membership.has_repeated(mark):  # none was the last step: first batch, or too few steps
             membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
             membership.count_step(self._agree)
         is_done = membership.num_done != mark.num_done
@@ -317,15 +317,15 @@ class GlobalSteps:
             if is_done or not self._undo.can_put_back(has_broken=True):
                 raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
             self._undo.put_back()
-            for optimizer in self._optimizers:  # user code may do this only after a step, and skip it here
+            for optimizer in self._optimizers:  # user code may do this only after a step, so it skips it here
                 optimizer.zero_grad()
             return "failed"
         self._undo.end_batch()
         if self._digests is not None and self._has_moved_since_step():
-            self._undo.copies_all = True  # user code changed them, and does so even after a step that does not count
+            self._undo.copies_all = True  # user code changes them itself, even after a step that does not count
         if self._has_exchanged and not is_done:
             membership.flaw = "gradients are added up over several batches"
-            if membership.begin_exchange():  # ranks that step would wait for this one, or receive something else
+            if membership.begin_exchange():  # ranks that step would wait for this rank, or receive mismatched data
                 membership.end_exchange(self._compared(math.nan))
         if not (self._weight or self._has_exchanged or is_done or self._is_left):
             raise ValueError(
@@ -349,12 +349,12 @@ class GlobalSteps:
         return mark is not self._open or self._num_steps > 0
 
     def _learn(self, num_steps: int) -> None:
-        """Note how many steps each batch has."""
+        """Record the number of steps per batch."""
         self._num_usual = num_steps
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
     def note_unstepped(self) -> None:
-        """Note that a pass has batches with and without a step."""
+        """Record that a pass has batches with a step and batches without a step."""
         self._membership.flaw = "the optimizer does not step for each batch"
 
     # -------------------------------------------------------------------------------------------------------- exchanges
@@ -400,9 +400,9 @@ class GlobalSteps:
             self._membership.end_exchange(broken)
 
     def _may_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if an optimizer steps. At the last step of a batch all ranks agree on the answer.
+        """Return True if an optimizer may step. At the last step of a batch, all ranks agree on the answer.
 
-        During the first batch no one knows which step is the last, so ranks agree at the end of that batch.
+        During the first batch, ranks do not know which step is the last, so they agree at the end of that batch.
         """
         self._check_prepared()
         self._num_steps += 1
@@ -416,7 +416,7 @@ class GlobalSteps:
         return self._membership.count_step(self._agree)
 
     def _agree(self) -> Exception | None:
-        """Confirm that all gradients are here, exchange what else a step needs, and wait for all ranks to do so."""
+        """Confirm that all gradients have arrived, run the step's other collectives, and wait for all ranks."""
         groups = [group for each in self._optimizers for group in each.param_groups]
         broken = self._compared(float(sum(group.get("lr", 0.0) for group in groups)))
         if broken is not None:
@@ -424,20 +424,21 @@ class GlobalSteps:
         try:
             self._compare_weights()
             for model in self._models:
-                _rebuild_buckets(model)  # otherwise the next forward pass does it, and may fail in user code
-            for model in self._with_buffers:  # not exchanged in the forward pass, for the same reason
+                _rebuild_buckets(model)  # otherwise the next forward pass rebuilds them and may fail in user code
+            for model in self._with_buffers:  # not broadcast in the forward pass, for the same reason
                 repeat_first(model.module.buffers())
         except _OF_EXCHANGES as error:
             return self._as_lost(error)
         return None
 
     def _compared(self, rates: float) -> Exception | None:
-        """Compare the batch, its steps and its learning rates with the other ranks; `rates` is NaN for no step.
+        """Compare the batch, its steps and its learning rates with the other ranks. All ranks must take part.
 
-        All ranks must take part.
+        Args:
+            rates: Sum of this rank's learning rates; NaN if it does not step.
 
         Returns:
-            An error if the ranks differ or the exchange failed, else None.
+            An error if the ranks differ or the all-reduce failed, else None.
         """
         membership, is_due = self._membership, self._comparisons.is_due
         own = torch.tensor([rates, self._num_steps, self._at, is_due], dtype=torch.float64)
@@ -447,7 +448,7 @@ class GlobalSteps:
         except _OF_EXCHANGES as error:
             return self._as_lost(error)
         means /= membership.place.world.size
-        self._is_comparing = bool(means[3])  # on all ranks if it is due on one
+        self._is_comparing = bool(means[3])  # true on all ranks if a comparison is due on any rank
         is_alone = bool(means[0].isnan()) or not torch.equal(means[1:3], own[1:3])
         if math.isnan(rates) or (not is_alone and math.isclose(means[0], rates, rel_tol=_SAME)):
             return None
@@ -474,10 +475,10 @@ class GlobalSteps:
         self._agreed_at = now
 
     def _as_lost(self, error: Exception) -> Exception:
-        """Return the error that tells the driver that the group is broken.
+        """Return the error that reports to the driver that the group is broken.
 
         Raises:
-            Exception: The group is not broken.
+            Exception: `error` itself, if the group is not broken.
         """
         if is_connection_error(error) or not self._membership.is_usable:
             return _lost(str(error))
@@ -504,8 +505,8 @@ def _lost(words: str) -> Exception:
 def step_committed() -> bool:
     """Return True if the current batch counts. If False, a worker was lost and the batch is repeated.
 
-    The optimizer did not step then, and reports of the function are dropped. Ask after `optimizer.step()`, before you
-    count the batch or step a scheduler. Always True without `elastic=True`.
+    In that case the optimizer did not step, and the function's reports are discarded. Call this after
+    `optimizer.step()`, before you count the batch or step a scheduler. Always True without `elastic=True`.
     """
     session: Any = current_session()
     return session is None or not session.is_repeating

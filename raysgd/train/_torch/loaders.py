@@ -1,4 +1,4 @@
-"""Loaders in training functions: each worker gets its part of the samples, on its own device."""
+"""Data loaders in training functions: each worker gets its shard of the samples, on its own device."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from raysgd.air._running import helper_session
+from raysgd.air._running_function import helper_session
 from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.seeds import seed_of
 from raysgd.streams.stream import Stream
 from raysgd.torch.data.batches import TensorCollate
 from raysgd.torch.data.sample_order import SamplerOrder, ShuffledOrder, divides_data, length_of, order_of
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.ranks import Ranks
+from raysgd.torch.parallel.ranks import RankSums
 from raysgd.train._torch.prepared import shared_accelerator
 from raysgd.train._torch.repeating_loader import DrawnSampler, GlobalBatches, GlobalStream, RepeatingLoader
 from raysgd.train._worker.shards import StreamPart
@@ -42,29 +42,30 @@ def prepare_data_loader(
     *,
     exact: bool = False,
 ) -> Any:
-    """Prepare a loader: it yields this worker's part of the samples, in batches on the worker's device.
+    """Prepare a loader to yield this worker's shard of the samples, in batches on the worker's device.
 
-    Call `loader.sampler.set_epoch(epoch)` before each epoch to get another order each time. A sampler that chooses the
-    samples itself, such as `WeightedRandomSampler`, draws the same ones on all workers, which divide them. All workers
-    get the same number of samples. If the samples cannot be divided evenly, the first ones are repeated, unless
-    `exact` is set.
+    Call `loader.sampler.set_epoch(epoch)` before each epoch to get a different order every time. A sampler that chooses
+    the samples itself, such as `WeightedRandomSampler`, draws the same samples on all workers, and each worker takes
+    its shard of them. All workers get the same number of samples. If the samples cannot be divided evenly, the first
+    samples are repeated, unless `exact` is set.
 
     Args:
-        data_loader: The loader, or a stream, or a part of a stream from `get_dataset_shard`. With a stream, workers
-            tell each other where it ends, and `loader.state_dict()` is a position for any number of workers.
-        add_dist_sampler: True to divide a map-style dataset over the workers.
+        data_loader: The loader, or a stream, or a shard of a stream from `get_dataset_shard`. With a stream, workers
+            notify each other where it ends, and `loader.state_dict()` is a position for any number of workers.
+        add_dist_sampler: True to shard a map-style dataset across the workers.
         move_to_device: True to move the batches to the device.
-        auto_transfer: True to copy the next batch while the current one is processed. Only on GPUs, and not for
-            loaders that have a position, such as streams.
+        auto_transfer: True to copy the next batch while the current batch is processed. Only on GPUs, and not for
+            loaders that track a position, such as streams.
         exact: True to use each sample exactly once, as in an evaluation. Workers may then get different numbers of
             batches, so training a `DistributedDataParallel` model needs `model.join()` around such a pass.
-            With `elastic=True` all workers get the same number of batches. A global batch has `batch_size` samples for
-            each worker at the start of the function. It is divided over the workers that are left, and each one's
-            gradient is weighted by its number of samples. With a stream, the stream sets the size of a global batch.
+            With `elastic=True`, all workers get the same number of batches. The size of a global batch is `batch_size`
+            times the number of workers at the start of the function. Each global batch is divided among the remaining
+            workers, and each worker's gradient is weighted by its number of samples. With a stream, the stream sets
+            the size of a global batch.
 
     Raises:
-        ValueError: The loader's `batch_sampler` has a class that cannot be divided, or its sampler has no length; or
-            `elastic=True`, and its batches could not be repeated.
+        ValueError: The class of the loader's `batch_sampler` cannot be sharded, or the sampler has no length. Or
+            `elastic=True`, and the batches could not be repeated.
     """
     accelerator = shared_accelerator()
     world = helper_session().world
@@ -84,7 +85,7 @@ def prepare_data_loader(
 
 
 def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: bool = False) -> Any:
-    """Return this rank's part of a stream, as batches of tensors.
+    """Return this rank's shard of a stream, as batches of tensors.
 
     Args:
         stream: The stream.
@@ -93,7 +94,7 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
         goes_on: True if the function continues in place when other workers are lost.
 
     Raises:
-        ValueError: `goes_on`, but batches of this stream could not be repeated.
+        ValueError: `goes_on` is True, but batches of this stream could not be repeated.
     """
     part = StreamPart(stream, world.size) if isinstance(stream, Stream) else stream
     if goes_on and not (exact and part.is_known):
@@ -102,21 +103,21 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
             'repeated: its shards say their lengths, and it has no `filter` and no `on_error="skip"`. Pass it as '
             "`prepare_data_loader(stream, exact=True)`, or leave `elastic` out."
         )
-    joined = part.joined(Ranks(DDP(), world.rank, world.size), TensorCollate(), exact=exact and not goes_on)
+    joined = part.joined(RankSums(DDP(), world.rank, world.size), TensorCollate(), exact=exact and not goes_on)
     return GlobalStream(joined) if goes_on else joined
 
 
 def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool = False) -> DataLoader[Any]:
-    """Return a loader over this rank's part of the data, or the loader itself if there is nothing to divide.
+    """Return a loader over this rank's shard of the data, or the loader itself if its data cannot be sharded.
 
     Args:
         loader: Any loader.
         world: This worker's rank and the number of workers.
-        seed: Seed for the processes of the loader; None for PyTorch's default.
-        exact: True to repeat no samples, even if the parts then differ in size.
+        seed: Seed for the loader's worker processes; None for PyTorch's default.
+        exact: True to repeat no samples, even if the shards then differ in size.
 
     Raises:
-        ValueError: The batches come from a batch sampler that cannot be divided, or the sampler has no length.
+        ValueError: The batches come from a batch sampler that cannot be sharded, or the sampler has no length.
     """
     if not is_divisible(loader):
         return loader
@@ -128,7 +129,7 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
 
 
 def is_divisible(loader: DataLoader[Any]) -> bool:
-    """Return True if the loader has samples that are not yet divided over the workers."""
+    """Return True if the loader has samples that are not yet sharded across the workers."""
     return not divides_data(_sampler_of(loader)) and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -137,11 +138,11 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
 
     Args:
         loader: Any loader.
-        world: This worker's rank, and the number of workers that sets the size of a global batch.
+        world: This worker's rank, and the number of workers that determines the size of a global batch.
         seed: See `divided`.
 
     Raises:
-        ValueError: As for `divided`, or the loader has no batches.
+        ValueError: As for `divided`, or the loader does not form batches.
     """
     _check_batches(loader)
     batches = loader.batch_sampler
@@ -156,7 +157,7 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
 
 
 def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[Any]:
-    """Seed the processes of a loader, differently on each rank: equal seeds would repeat the same augmentation."""
+    """Seed the loader's processes, differently on each rank. Equal seeds would repeat the same augmentation."""
     if seed is not None:
         loader.worker_init_fn = partial(_seed_process, loader.worker_init_fn)
     elif loader.generator is not None:
@@ -167,7 +168,7 @@ def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of the samples. With a batch sampler, `loader.sampler` is only a default."""
+    """Return the sampler of the samples. If a batch sampler is set, `loader.sampler` is only a default."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
@@ -204,7 +205,7 @@ def _divided_sampler(sampler: Any, world: World, exact: bool) -> DistributedSamp
 
 
 def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
-    """Return a copy of the loader with another sampler and otherwise the same options."""
+    """Return a copy of the loader with a different sampler and otherwise the same options."""
     made, batches = copy.copy(loader), loader.batch_sampler
     if isinstance(batches, BatchSampler):
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
@@ -213,9 +214,9 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Add `set_epoch` even for one worker, because a run may shrink to one. It does not change the order."""
+    """Add `set_epoch` even for a single worker, because a run may shrink to that size. The order does not change."""
     if not hasattr(sampler, "set_epoch"):
-        with suppress(AttributeError):  # a list, for instance
+        with suppress(AttributeError):  # such as a list
             sampler.set_epoch = _ignore_epoch
 
 
@@ -224,7 +225,7 @@ def _ignore_epoch(epoch: int) -> None:
 
 
 def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:
-    """Seed NumPy and `random` in a process of a loader, then call the user's `worker_init_fn`."""
+    """Seed NumPy and `random` in a loader's process, then call the user's `worker_init_fn`."""
     seed = torch.initial_seed() % 2**32
     np.random.seed(seed)
     random.seed(seed)
@@ -233,16 +234,16 @@ def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:
 
 
 class DeviceLoader(DataLoader[Any]):
-    """Wraps a loader and moves its batches to a device. All other attributes are those of the wrapped loader.
+    """Wraps a loader and moves its batches to a device. All other attributes come from the wrapped loader.
 
     Args:
         loader: The loader to wrap.
         device: Device for the batches.
-        ahead: True to copy the next batch while the current one is processed; GPUs only. Ignored if the loader has a
+        ahead: True to copy the next batch while the current batch is processed; GPUs only. Ignored if the loader has a
             `state_dict`: its position would be one batch ahead too, so a resumed run would skip a batch.
 
     Attributes:
-        epoch: Number of finished passes, not counting those without gradients.
+        epoch: Number of finished passes, not counting passes without gradients.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, ahead: bool) -> None:
@@ -256,7 +257,7 @@ class DeviceLoader(DataLoader[Any]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches, on the device."""
+        """Yield the batches on the device."""
         batches = iter(self._loader)
         if self._stream is None:
             found: Iterator[Any] = (moved(batch, self._device) for batch in batches)
@@ -269,7 +270,7 @@ class DeviceLoader(DataLoader[Any]):
         self.epoch += counts
 
     def _ahead(self, batches: Iterator[Any], stream: torch.cuda.Stream) -> Iterator[Any]:
-        """Yield each batch while the next one is being copied."""
+        """Yield each batch while the next batch is being copied."""
         coming = self._sent(batches, stream)
         while coming is not None:
             torch.cuda.current_stream(self._device).wait_stream(stream)

@@ -1,6 +1,6 @@
-"""Models and optimizers in training functions: prepare them for several workers, gather and load their states.
+"""Models and optimizers in training functions: prepare them for several workers, gather and load their state.
 
-The helpers of one run share an `Accelerator`: device, precision, seed, and the way states are gathered.
+The helpers of a run share an `Accelerator`: device, precision, seed, and the strategy for gathering state.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.air._running import Alone, RunningSession, current_session, helper_session
+from raysgd.air._running_function import Alone, RunningSession, current_session, helper_session
 from raysgd.core.connections.torch import ordinal_of
 from raysgd.torch.objects.precision import NativeAmp, Precision
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.options import FSDPOptions
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.train._torch.global_steps import GlobalSteps
 from raysgd.train._torch.process_group import unwrapped
 
@@ -34,9 +34,9 @@ class Accelerator:
     """State that the helpers of one run share.
 
     Attributes:
-        seed: Seed of random numbers; None if it was not set.
-        parallel: Gathers and loads states.
-        steps: The steps that all ranks take together; None if a lost worker ends the function.
+        seed: Seed of the random number generators; None if it was not set.
+        parallel: Gathers and loads state.
+        steps: The steps that all ranks take together; None if losing a worker ends the function.
     """
 
     def __init__(self, precision: Precision, device: torch.device, steps: GlobalSteps | None = None) -> None:
@@ -46,21 +46,21 @@ class Accelerator:
         if steps is not None and precision.scaler is not None:
             steps.share(precision.scaler)
         self.seed: int | None = None
-        self.parallel = NoParallel()
+        self.parallel = Strategy()
         self._replaced: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
     def divide(self, model: torch.nn.Module, world_size: int, options: FSDPOptions) -> torch.nn.Module:
-        """Divide a model over the workers, in place."""
+        """Shard a model across the workers, in place."""
         from raysgd.torch.parallel.fsdp import FSDP  # not at the top: slow to import, and rarely needed
 
         self._replaced |= {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self.parallel = FSDP(self.device, world_size, options)
         model = self.parallel.wrap(model, None, {})
-        self.parallel.rebind_optimizers(())  # releases the undivided parameters
+        self.parallel.rebind_optimizers(())  # releases the parameters that are not sharded
         return model
 
     def has_replaced(self, parameter: torch.nn.Parameter) -> bool:
-        """Return True if this parameter has been replaced by a divided one."""
+        """Return True if this parameter has been replaced by a sharded parameter."""
         reference = self._replaced.get(id(parameter))
         return reference is not None and reference() is parameter
 
@@ -69,7 +69,7 @@ def accelerate(amp: bool = False) -> None:
     """Set the precision of a run: `amp=True` is fp16 with a gradient scaler on GPUs. Call it before other helpers.
 
     Raises:
-        RuntimeError: It was called before, or another helper was.
+        RuntimeError: `accelerate` or another helper was called before.
     """
     session = helper_session()
     if session.accelerator is not None and current_session() is not None:
@@ -80,12 +80,12 @@ def accelerate(amp: bool = False) -> None:
 
 
 def get_device() -> torch.device:
-    """Return the device of this worker."""
+    """Return this worker's device."""
     return shared_accelerator().device
 
 
 def get_devices() -> list[torch.device]:
-    """Return the devices of this worker: one for each of its GPUs, or the CPU."""
+    """Return this worker's devices: all of its GPUs, or the CPU."""
     return _devices_of(helper_session())
 
 
@@ -101,7 +101,7 @@ def enable_reproducibility(seed: int = 0) -> None:
 
 
 def shared_accelerator() -> Accelerator:
-    """Return the `Accelerator` of this run, creating it on first use."""
+    """Return this run's `Accelerator`, creating it on first use."""
     session = helper_session()
     if session.accelerator is None:
         session.accelerator = Accelerator(Precision(), _device_of(session), _steps_of(session))
@@ -114,12 +114,12 @@ def _steps_of(session: RunningSession | Alone) -> GlobalSteps | None:
 
 
 def _device_of(session: RunningSession | Alone) -> torch.device:
-    """Return the first GPU of this worker, or the CPU."""
+    """Return this worker's first GPU, or the CPU."""
     return _devices_of(session)[0]
 
 
 def _devices_of(session: RunningSession | Alone) -> list[torch.device]:
-    """Return this worker's GPUs, as the process numbers them, or the CPU. Outside a run, PyTorch's current GPU."""
+    """Return this worker's GPUs, numbered as in the process, or the CPU. Outside a run: PyTorch's current GPU."""
     if isinstance(session, Alone) and torch.cuda.is_available():
         return [torch.device("cuda", torch.cuda.current_device())]
     gpu_ids = session.world.gpu_ids
@@ -138,19 +138,19 @@ def prepare_model(
     parallel_strategy: str | None = _UNSET,
     parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
-    """Prepare a model: move it to the device, set the run's precision, and keep it equal on all workers.
+    """Prepare a model: move it to the device, apply the run's precision, and keep it in sync on all workers.
 
-    With "fsdp" the model is divided over the workers, in place. Create its optimizer afterwards, and save the result
-    of `gather_state`. A single worker keeps the whole model.
+    With "fsdp", the model is sharded across the workers, in place. Create its optimizer afterwards, and save the
+    result of `gather_state`. A single worker keeps the whole model.
 
     Args:
         model: The model.
-        move_to_device: True to move it to this worker's device; or a device to move it to.
-        wrap_ddp: True to wrap it in `DistributedDataParallel` if there are several workers; or the name of a
+        move_to_device: True to move the model to this worker's device; or the device to move it to.
+        wrap_ddp: True to wrap the model in `DistributedDataParallel` if there are several workers; or the name of a
             `parallel_strategy`.
-        ddp_kwargs: Arguments of `DistributedDataParallel`.
-        parallel_strategy: Another way to set `wrap_ddp`: "ddp", "fsdp" (divide the model by `fully_shard`), or None.
-        parallel_strategy_kwargs: Arguments of the strategy; for "fsdp" those of `TorchTrainer(strategy_options=...)`.
+        ddp_kwargs: Arguments for `DistributedDataParallel`.
+        parallel_strategy: Alternative to `wrap_ddp`: "ddp", "fsdp" (shard the model with `fully_shard`), or None.
+        parallel_strategy_kwargs: Arguments for the strategy. For "fsdp", those of `TorchTrainer(strategy_options=...)`.
 
     Raises:
         ValueError: The strategy or one of its options is unknown, or does not work with `elastic=True`.
@@ -181,7 +181,7 @@ def _strategy_of(
     parallel_strategy: str | None,
     parallel_strategy_kwargs: Mapping[str, Any] | None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Return the strategy, from either of the two arguments that set it, and its options."""
+    """Return the strategy, from whichever of the two arguments sets it, and its options."""
     if parallel_strategy is not _UNSET and wrap_ddp is not True:
         raise ValueError("`wrap_ddp` and `parallel_strategy` set the same option: pass one of them.")
     name, strategy = "parallel_strategy", parallel_strategy
@@ -203,24 +203,24 @@ def _strategy_of(
 def gather_state(part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
     """Return the whole state of a model or optimizer for `save_checkpoint`, without wrappers. Call it on all workers.
 
-    The state of a part that "fsdp" divides is collected on rank 0; other ranks get it without the tensors.
+    If "fsdp" shards the model, its state is gathered on rank 0. Other ranks get the state without its tensors.
     """
     return shared_accelerator().parallel.state_of(unwrapped(part))
 
 
 def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state from `gather_state`, or from `state_dict` of an unprepared part, before or after preparing."""
+    """Load state from `gather_state`, or from an unprepared object's `state_dict`, before or after preparing."""
     parallel = shared_accelerator().parallel
     if isinstance(part, torch.nn.Module):
         model = unwrapped(part)
         is_divided = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-        (parallel if is_divided else NoParallel()).load_model(model, state)
+        (parallel if is_divided else Strategy()).load_model(model, state)
     else:
         parallel.load_optimizer(part, state)
 
 
 class ForwardInContext:
-    """A model's `forward` inside a context, such as autocast. Copies and pickles of the model have the plain one."""
+    """Runs a model's `forward` in a context, such as autocast. Copies and pickles of the model omit the context."""
 
     def __init__(self, model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self._model, self._forward, self._context = model, model.forward, context
@@ -230,17 +230,18 @@ class ForwardInContext:
             return self._forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._model, "forward")  # of the copy, whose `forward` is the plain one
+        return getattr, (self._model, "forward")  # this reads the copy's `forward`, which is the plain method
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Prepare an optimizer in place: with mixed precision, `step` uses the gradient scaler.
 
-    With `elastic=True`, `step` does nothing if the batch failed because a worker was lost; the batch is repeated.
+    With `elastic=True`, `step` does nothing if the batch failed because a worker was lost. The batch is then repeated.
     Schedulers may be attached before or after this call.
 
     Raises:
-        ValueError: It was created before its model was divided, so it would step parameters that are not trained.
+        ValueError: The optimizer was created before its model was sharded, so it would step parameters that are not
+            trained.
     """
     accelerator = shared_accelerator()
     if any(accelerator.has_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
@@ -255,16 +256,16 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 
 def prepare_state(*parts: Any) -> None:
-    """Register objects whose state workers that step in later take over, besides everything you have prepared.
+    """Register more objects whose state workers load when they step in, besides everything that you have prepared.
 
-    These may be schedulers, weight averages, counters: anything with `state_dict` and `load_state_dict`. Pass the same
-    objects in the same order on all workers.
+    They may be schedulers, weight averages or counters: any object with `state_dict` and `load_state_dict`. Pass the
+    same objects in the same order on all workers.
 
     Args:
         parts: The objects.
 
     Raises:
-        TypeError: One of them lacks these methods.
+        TypeError: An object lacks these methods.
     """
     for part in parts:
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
@@ -275,7 +276,7 @@ def prepare_state(*parts: Any) -> None:
 
 
 def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> None:
-    """Replace `optimizer.step` in place, so that no other way to step it remains."""
+    """Replace `optimizer.step` in place, so that every caller goes through the scaler."""
     own = optimizer.step  # may be a scheduler's wrapper, which counts the steps
 
     def step(self: Any, closure: Any = None) -> None:
@@ -293,5 +294,5 @@ def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> N
 
 
 def backward(tensor: torch.Tensor) -> None:
-    """Compute the gradients of a loss; scaled after `accelerate(amp=True)`, else like `tensor.backward()`."""
+    """Compute the gradients of a loss. Scales the loss after `accelerate(amp=True)`, else like `tensor.backward()`."""
     shared_accelerator().precision.backward(tensor, None)

@@ -1,4 +1,4 @@
-"""The process group of `torch.distributed` that the workers join before a function runs."""
+"""The `torch.distributed` process group that the workers join before a function runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.air._running import current_session
+from raysgd.air._running_function import current_session
 from raysgd.core.arguments import check_seconds
 from raysgd.core.connections.torch import TorchConnection, end_process_group
 from raysgd.core.engine.shared.connection import FORM_TIMEOUT_S, Connection
@@ -21,16 +21,16 @@ _GOODBYE_S = 2.0
 
 @dataclass
 class TorchConfig(BackendConfig):
-    """Connects the workers, even a single one, in a process group of `torch.distributed`.
+    """Connects the workers, even a single worker, in a `torch.distributed` process group.
 
     Attributes:
         backend: "nccl", "gloo", ...; None for NCCL if each worker has a GPU, else gloo.
         init_method: "env" to also set `MASTER_ADDR` and `MASTER_PORT` in the workers, or "tcp".
         timeout_s: How long a collective operation may wait for the other ranks.
-        form_timeout_s: How long the workers may take to form the group; never longer than `timeout_s`.
+        form_timeout_s: How long the workers may take to form the group. Capped at `timeout_s`.
 
     Raises:
-        ValueError: `init_method` is neither of these; raised when the workers start.
+        ValueError: `init_method` is neither "env" nor "tcp". Raised when the workers start.
     """
 
     backend: str | None = None
@@ -58,15 +58,15 @@ class TorchConfig(BackendConfig):
 
 
 class TorchBackend(Backend):
-    """The driver's part. Reports and checkpoints leave the workers without wrappers, and arrive in host memory.
+    """The driver side of the plug-in. Reports and checkpoints leave the workers without wrappers, in host memory.
 
-    Encoding a state also removes wrappers from models deep inside a checkpoint.
+    Encoding a state also removes wrappers from models nested inside a checkpoint.
     """
 
     share_cuda_visible_devices = True
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Let the workers leave their process group. A busy worker is not waited for; it is ended anyway."""
+        """Let the workers leave their process group. Busy workers are stopped without waiting for them."""
         import ray
 
         references = worker_group.execute_async(_leave_group)
@@ -78,11 +78,11 @@ class TorchBackend(Backend):
 
 
 def unwrapped(value: Any) -> Any:
-    """Return a model without `DistributedDataParallel`, and anything else unchanged."""
+    """Return a model without its `DistributedDataParallel` wrapper. Other values are returned unchanged."""
     return value.module if isinstance(value, torch.nn.parallel.DistributedDataParallel) else value
 
 
 def _leave_group() -> None:
-    """Leave the process group, unless a function still runs and may be in a collective operation."""
+    """Leave the process group, unless a function is still running and may be in a collective operation."""
     if current_session() is None:
         end_process_group()

@@ -1,6 +1,6 @@
 """Global batches in functions that continue in place: a loader repeats failed batches with the remaining workers.
 
-A global batch has the samples of one step of all ranks. It is divided over the ranks of the current group.
+A global batch has the samples of one step across all ranks. It is divided among the ranks of the current group.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from raysgd.train._worker.shards import StreamPart
 
 
 class DrawnSampler(DistributedSampler[Any]):
-    """Gives each rank its part of what another sampler draws, which is the same on all ranks.
+    """Gives each rank its shard of the indices that another sampler draws, which are the same on all ranks.
 
     Args:
         sampler: The other sampler.
         world: This worker's rank and the number of workers.
-        exact: True to repeat no samples; the first ranks may then have one sample more.
+        exact: True to repeat no samples. The first ranks may then have one more sample.
     """
 
     def __init__(self, sampler: Any, world: World, exact: bool) -> None:
@@ -36,7 +36,7 @@ class DrawnSampler(DistributedSampler[Any]):
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
 
     def drawn(self) -> Indices:
-        """Return what the wrapped sampler draws in this epoch."""
+        """Return the indices that the wrapped sampler draws in this epoch."""
         return self._order.indices(self.seed, self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -48,16 +48,16 @@ class DrawnSampler(DistributedSampler[Any]):
 
 
 class GlobalBatches(Sampler[list[Any]]):
-    """Gives a rank its part of each global batch. `start_at` sets the rank and the first global batch.
+    """Yields a rank's part of each global batch. `start_at` sets the rank and the first global batch.
 
     Args:
-        sampler: Decides the order.
+        sampler: Determines the order.
         size: Number of samples in a global batch.
-        drop_last: True to leave out a last, smaller global batch.
+        drop_last: True to omit a smaller last global batch.
 
     Attributes:
-        size: See above.
-        consumed: Samples of the pass that a loaded position has already used: always none.
+        size: The argument.
+        consumed: Samples of the pass that a loaded position has already used: always 0.
     """
 
     consumed = 0
@@ -79,14 +79,14 @@ class GlobalBatches(Sampler[list[Any]]):
         return self._num_of(len(self._order))
 
     def start_at(self, first: int, world: World) -> None:
-        """Start the next iteration at the global batch `first`, divided for this rank and number of workers."""
+        """Start the next iteration at global batch `first`, divided for this rank and number of workers."""
         self._first, self._world = first, world
 
     def count_given(self, num_given: int) -> None:
-        """Do nothing: loaders of datasets keep no position."""
+        """Do nothing. Loaders of datasets do not track a position."""
 
     def end_pass(self) -> None:
-        """Do nothing: the function sets the next epoch."""
+        """Do nothing. The function sets the next epoch."""
 
     def weight(self, number: int, world: World) -> float:
         """Return this rank's fraction of a global batch, times the number of ranks."""
@@ -103,12 +103,12 @@ class GlobalBatches(Sampler[list[Any]]):
 
 
 class GlobalStream:
-    """This rank's batches of a stream whose rows are counted in advance; used like `GlobalBatches`.
+    """This rank's batches of a stream whose rows are counted in advance. Used like `GlobalBatches`.
 
-    It also takes the place of the loader's sampler: epochs follow each other, and a position counts rows.
+    It also acts as the loader's sampler. Epochs follow one another, and a position counts rows.
 
     Args:
-        part: The worker's part of the stream.
+        part: The worker's shard of the stream.
 
     Attributes:
         size: Number of rows in a global batch.
@@ -126,20 +126,20 @@ class GlobalStream:
         return len(self._part)
 
     def draw(self) -> int:
-        """Begin with the remaining rows of the epoch, and return their number of global batches."""
+        """Start with the remaining rows of the epoch, and return their number of global batches."""
         self.consumed = self._part.consumed
         return -(-(self._num_rows - self.consumed) // self.size)
 
     def start_at(self, first: int, world: World) -> None:
-        """Start the next iteration at the global batch `first`, divided for this rank and number of workers."""
+        """Start the next iteration at global batch `first`, divided for this rank and number of workers."""
         self._first, self._world = first, world
 
     def count_given(self, num_given: int) -> None:
-        """Set the position to after so many global batches."""
+        """Set the position to the end of the first `num_given` global batches."""
         self._part.consumed = min(self._num_rows, self.consumed + num_given * self.size)
 
     def end_pass(self) -> None:
-        """Move on to the next epoch."""
+        """Advance to the next epoch."""
         self.set_epoch(self.epoch + 1)
 
     def weight(self, number: int, world: World) -> float:
@@ -152,11 +152,11 @@ class GlobalStream:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the stream."""
+        """The stream's current epoch."""
         return self._part.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the stream."""
+        """Set the stream's epoch."""
         self._part.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,14 +169,14 @@ class GlobalStream:
 
 
 class RepeatingLoader(DataLoader[Any]):
-    """Wraps a loader over global batches and repeats those that fail. Other attributes are those of the wrapped loader.
+    """Wraps a loader over global batches and repeats batches that fail. Other attributes come from the wrapped loader.
 
-    Between two batches it waits until the group is complete. This is where the function pauses while survivors of a
-    failure form a new group, and where new workers step in.
+    Between two batches it waits until the group is complete. Here the function pauses while survivors of a failure form
+    a new group, and here new workers step in.
 
     Args:
         loader: The loader to wrap.
-        steps: The steps that are taken on its batches.
+        steps: The steps that are taken on the loader's batches.
 
     Attributes:
         is_open: True while the function is in the middle of a pass with steps.
@@ -199,10 +199,10 @@ class RepeatingLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of passes with steps that have ended or were left, counted over all workers together.
+        """Number of passes with steps that have finished or were left, counted over all workers together.
 
-        New workers can step in while a function runs if it counts its epochs by this. You may set it, for example to
-        the value in a checkpoint.
+        If a function counts its epochs by this attribute, new workers can step in while it runs. You may set it, for
+        example to the value in a checkpoint.
         """
         self._steps.admit()
         return self._epoch
@@ -212,7 +212,7 @@ class RepeatingLoader(DataLoader[Any]):
         self._epoch = epoch
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the loader for workers that step in."""
+        """Return the loader's position for workers that step in."""
         return {
             "epoch": self._epoch,
             "order": self._sampler.epoch,
@@ -223,7 +223,7 @@ class RepeatingLoader(DataLoader[Any]):
         }
 
     def take_over(self, position: dict[str, Any]) -> None:
-        """Continue at the position of the other workers."""
+        """Continue at the other workers' position."""
         self._epoch, self._number, self._global.size = position["epoch"], position["number"], position["size"]
         self._sampler.set_epoch(position["order"])
         self._global.consumed = position["consumed"]
@@ -243,7 +243,7 @@ class RepeatingLoader(DataLoader[Any]):
             for batch in iter(self._loader):
                 weight = joint.weight(self._number, place.world)
                 joint.count_given(self._number + 1)
-                if not torch.is_grad_enabled():  # no step can follow, and each rank is at its own place in the pass
+                if not torch.is_grad_enabled():  # no step can follow, and each rank is at its own position in the pass
                     if weight:
                         yield batch
                     self._number += 1
@@ -268,14 +268,14 @@ class RepeatingLoader(DataLoader[Any]):
         self.is_open = False
 
     def _leave(self, has_trained: bool, is_last: bool) -> None:
-        """Count the pass that the function leaves, unless it is of a stream, whose next pass continues there."""
+        """Count the pass that the function leaves, unless a later pass over the same stream continues it."""
         self.is_open, self._has_trained = False, self._has_trained or has_trained
         if has_trained and (is_last or isinstance(self._global, GlobalBatches)):
             self._global.end_pass()
             self._epoch += 1
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:
-        """Record the outcome of a batch, for the loader and in the outcomes of this pass."""
+        """Record the outcome of a batch for the loader and for this pass."""
         outcomes.add(outcome)
         self._has_trained = self._has_trained or outcome != "seen"
         if {"seen", "done"} <= outcomes:
@@ -285,4 +285,4 @@ class RepeatingLoader(DataLoader[Any]):
         return getattr(self.__dict__["_loader"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # `DataLoader.__setattr__` refuses some names
+        object.__setattr__(self, name, value)  # `DataLoader.__setattr__` rejects some names

@@ -1,1 +1,1 @@
-"""A training function in its worker: its session, and what it sends to the driver."""
+"""A training function in its worker: its session, and the messages that it sends to the driver."""

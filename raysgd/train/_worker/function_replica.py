@@ -1,4 +1,4 @@
-"""The replica in a worker that runs functions: the driver calls its methods."""
+"""The replica that runs functions in a worker. The driver calls its methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd.air._running import close_session, open_session
+from raysgd.air._running_function import close_session, open_session
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress, StateHandover, World
 from raysgd.core.state.state_codec import decode
@@ -19,18 +19,18 @@ from raysgd.train._worker.mailbox import PendingCheckpoints
 from raysgd.train._worker.membership import Membership
 from raysgd.train._worker.messages import FunctionEnded, FunctionSpec, Message, is_mere_report
 
-_NEXT_MESSAGE_S = 1.0  # how long a function that is being ended may take to its next message
+_NEXT_MESSAGE_S = 1.0  # how long to wait for the next message of a function that is being stopped
 
 
 class FunctionReplica:
-    """Runs one function after another, and gives its messages to the driver.
+    """Runs one function after another, and passes their messages to the driver.
 
     Args:
         world: This worker's rank and the number of workers.
-        start: Arguments of `start` for a worker that is to step in.
+        start: Arguments of `start`, for a standby worker.
 
     Attributes:
-        worker_object: The object of the user's class in this worker, if there is one.
+        worker_object: The instance of the user's class in this worker, or None.
     """
 
     def __init__(self, world: World, start: Sequence[Any] = ()) -> None:
@@ -45,7 +45,7 @@ class FunctionReplica:
         self.worker_object: Any = None
 
     def setup(self) -> None:
-        """Do nothing: there is nothing to build before a function starts."""
+        """Do nothing, because nothing needs to be built before a function starts."""
 
     def make_object(self, make: Callable[[], Any]) -> None:
         """Create the user's object in this worker."""
@@ -55,16 +55,16 @@ class FunctionReplica:
         """Call a method of the user's object.
 
         Raises:
-            AttributeError: It has no such method.
+            AttributeError: The object has no such method.
         """
         return getattr(self.worker_object, name)(*args, **kwargs)
 
     def warm_up(self) -> None:
-        """Run the function up to the point where it needs its place in the group.
+        """Run the function up to the point where it needs its rank in the group.
 
         Raises:
-            RuntimeError: It ended before that.
-            Exception: Whatever the function raised.
+            RuntimeError: The function ended before that point.
+            Exception: Any exception that the function raised.
         """
         import ray
 
@@ -76,7 +76,7 @@ class FunctionReplica:
         self._check_is_waiting()
 
     def _check_is_waiting(self) -> None:
-        """Raise the function's exception, or an error if it has ended."""
+        """Raise the function's exception, or an error if the function has ended."""
         mailbox = self._session.mailbox if self._session is not None else None
         if mailbox is not None and mailbox.error is not None:
             raise mailbox.error
@@ -87,7 +87,7 @@ class FunctionReplica:
         """Start a function.
 
         Raises:
-            TrainBackendError: A function is running already.
+            TrainBackendError: A function is already running.
         """
         if self._session is not None:
             raise TrainBackendError("a function is running in this worker already")
@@ -100,14 +100,14 @@ class FunctionReplica:
         self._session.mailbox.start()
 
     def next(self, index: int | None = None) -> Message:
-        """Wait for the function's next message, and return it.
+        """Wait for the function's next message and return it.
 
         Args:
             index: Number of the next checkpoint that workers store themselves.
 
         Raises:
             TrainBackendError: No function was started.
-            Exception: Whatever the function raised.
+            Exception: Any exception that the function raised.
         """
         session = self._session
         if session is None:
@@ -133,9 +133,9 @@ class FunctionReplica:
         return message
 
     def start(self, *start: Any) -> None:
-        """Start a function, if `start` holds its spec, its encoded checkpoint and its shard of the data.
+        """Start a function if `start` contains its spec, its encoded checkpoint and its shard of the data.
 
-        Otherwise let a running function continue in the group that this worker has joined.
+        Otherwise, let a running function continue in the group that this worker has joined.
         """
         if self._membership is not None and not start:
             self._membership.go_on()
@@ -146,16 +146,17 @@ class FunctionReplica:
     def next_messages(
         self, index: int | None, is_needed: bool, num_taken: int = 0, *start: Any
     ) -> list[Message] | HeldAtStep:
-        """Return the function's messages: at least one if needed, and none after a checkpoint.
+        """Return the function's messages: at least one if needed, and no further messages after a checkpoint.
 
-        Return `HeldAtStep` instead if the wait was interrupted by `hold`. Raises what `next` raises.
+        Return `HeldAtStep` instead if `hold` interrupted the wait. Raises the same exceptions as `next`.
 
         Args:
             index: Number of the next checkpoint that workers store themselves.
-            is_needed: True to wait for a message. False returns none, because the driver still has one of this worker.
+            is_needed: True to wait for a message. False to return no message, because the driver still has an unread
+                message from this worker.
             num_taken: Number of messages that the driver has received, for functions that continue in place. Later
                 messages were lost when a call failed, and are sent again.
-            start: Arguments of `start`, if the function does not run yet.
+            start: Arguments of `start`, if the function is not running yet.
         """
         self.start(*start)
         num_lost = self._num_messages - num_taken
@@ -172,26 +173,26 @@ class FunctionReplica:
         return messages
 
     def _has_more_behind(self, messages: Sequence[Message]) -> bool:
-        """Return True if another message is ready and the answer has room, since functions may report very fast."""
+        """Return True if another message is ready and the answer may include it. Functions may report very fast."""
         session = self._session
         if session is None or session.is_muted or not is_mere_report(messages[-1]):
             return False
         return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
 
     def answer(self, value: Any, *start: Any) -> None:
-        """Give the function the answer to its question. A function that starts only now has not asked yet."""
+        """Pass the function the answer to its question. A function that only starts now has not asked yet."""
         self.start(*start)
         if not start and self._session is not None:
             self._session.mailbox.answer(value)
 
     def mute(self, *start: Any) -> None:
-        """Let the function continue without waiting until its reports are read. It may have ended already."""
+        """Let the function continue without waiting for its reports to be read. It may have ended already."""
         self.start(*start)
         if self._session is not None:
             self._session.is_muted = True
 
     def end_function(self) -> bool:
-        """End the function at its next message; return False if it sent none in time."""
+        """Stop the function at its next message. Return False if it did not stop in time."""
         if self._session is None:
             return True
         self._pending_checkpoints.clear()  # lets a function that waits for the driver reach its next message
@@ -204,7 +205,7 @@ class FunctionReplica:
         self._session = None
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Return an empty copy: a function restarts from its checkpoint, which the driver has."""
+        """Return an empty copy. A function restarts from its checkpoint, which the driver has."""
         return Capture()
 
     def fetch(self, token: int) -> Any:
@@ -212,10 +213,10 @@ class FunctionReplica:
         return self._pending_checkpoints.fetch(token)
 
     def store(self, token: int | None, taken: Sequence[str], *start: Any) -> bool:
-        """Store the waiting checkpoint folder with this token, if any, without the file names that lower ranks use too.
+        """Store the waiting checkpoint folder with this token, if any, omitting file names that lower ranks also use.
 
         Returns:
-            False if the checkpoint was lost with its function.
+            False if the checkpoint was lost together with its function.
         """
         self.start(*start)
         if start or token is None:
@@ -231,12 +232,12 @@ class FunctionReplica:
         self._pending_checkpoints.refuse(token)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Do nothing: the next call starts the function from the newest checkpoint."""
+        """Do nothing, because the next call starts the function from the newest checkpoint."""
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return the number of steps that the function has taken, and why it cannot continue in place, if so.
+        """Return the number of steps that the function has taken, and the reason if it cannot continue in place.
 
-        A worker that has not met the others yet is no source of state for them.
+        A worker that has not met the other ranks yet cannot be a source of state for them.
         """
         membership = self._membership
         if membership is None:
@@ -253,11 +254,11 @@ class FunctionReplica:
         )
 
     def regroup(self, world: World, handover: StateHandover) -> None:
-        """Take a place in another group. A rank that is one step behind already has the gradients of that step.
+        """Join another group. If this rank is one step behind, it already has the gradients of that step.
 
         Raises:
-            RuntimeError: The function was to step in, but has not reached its first batch.
-            Exception: Whatever the function raised before that.
+            RuntimeError: The function was supposed to step in but has not reached its first batch.
+            Exception: Any exception that the function raised before that.
         """
         self.world = world
         if self._session is None:
@@ -276,7 +277,7 @@ class FunctionReplica:
             session.mailbox.break_off(_WaitBrokenOff())
 
     def heartbeat(self) -> Heartbeat:
-        """Return how far the function is."""
+        """Return the function's progress."""
         session = self._session
         if session is None:
             return Heartbeat()
@@ -288,15 +289,15 @@ class FunctionReplica:
 
 
 class _WaitBrokenOff(BaseException):
-    """Interrupts the wait for a message, so that workers can step in."""
+    """Interrupts the wait for a message so that workers can step in."""
 
 
 @dataclass
 class FunctionReplicas:
-    """Creates replicas. Those of standby workers run the function in advance.
+    """Creates replicas. Replicas of standby workers run the function in advance.
 
     Attributes:
-        start: Arguments of `FunctionReplica.start` for standby workers; empty if no function runs.
+        start: Arguments of `FunctionReplica.start` for standby workers; empty if no function is running.
     """
 
     start: tuple[Any, ...] = ()
@@ -306,14 +307,14 @@ class FunctionReplicas:
 
 
 def describe_process() -> tuple[str, Any]:
-    """Return the name of this worker's host, and Ray's handle on this worker."""
+    """Return this worker's host name and its Ray actor handle."""
     import ray
 
     return socket.gethostname(), ray.get_runtime_context().current_actor
 
 
 def _leave_process() -> None:
-    """End the worker after its function called `sys.exit`, as that would end a process without a worker."""
+    """End the worker process after its function called `sys.exit`, as in a process that is not a worker."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

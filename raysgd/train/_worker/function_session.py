@@ -1,4 +1,4 @@
-"""One run of a function in a worker, as the function sees it."""
+"""One run of a function in a worker, as seen by the function."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from raysgd.train.constants import (
     TRAINING_ITERATION,
 )
 
-_INLINE_BYTES = 1 << 20  # smaller states are sent with the message; larger ones are fetched while training continues
+_INLINE_BYTES = 1 << 20  # smaller states are sent with the message; larger states are fetched while training continues
 _PLAIN = (type(None), bool, int, float, str)
 
 
 class Session:
-    """One run of a function in this worker, as the function sees it.
+    """One run of a function in this worker, as seen by the function.
 
     Args:
         world: This worker's rank and the number of workers.
         spec: The function and how to run it.
         checkpoint: The checkpoint that the function starts from.
-        shard: This worker's part of the data, or a dict of parts.
+        shard: This worker's shard of the data, or a dict of shards.
         pending: Holds large checkpoints until the driver fetches them.
 
     Attributes:
-        membership: The function's place in a group that may change while it runs; None if the group may not change.
+        membership: The function's membership in a group that may change while it runs; None if it may not change.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Session:
         self._spec = spec
         self._began = self._last_report = time.monotonic()
         self._pending_checkpoints = pending or PendingCheckpoints()
-        # The function's thread encodes what leaves the worker, with one copy, and keeps tensors and arrays separate, so
-        # that no later step handles gigabytes in Python. There are two encoders because each keeps its buffer, and
-        # reports are small.
+        # The function's thread encodes everything that leaves the worker. Encoding takes one copy and keeps tensors and
+        # arrays separate, so that no later step handles gigabytes in Python. Each encoder reuses its buffer. Reports
+        # are small, so they get their own encoder.
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()
         self.mailbox = Mailbox(self._run, spec.num_ahead)
         self.membership = self._membership_of(world) if spec.steps_in or world.is_distributed else None
@@ -94,17 +94,17 @@ class Session:
 
     @property
     def world(self) -> World:
-        """This worker's place in the group. A function that is to step in waits here until it has one."""
+        """This worker's rank and the number of workers. A function that steps in waits here until it has a rank."""
         if self.membership is not None:
             self.membership.await_place()
         return self._world
 
     def _part_of(self, shard: Any) -> Any:
-        """Return the function's part of a shard. Its part of a stream follows from its rank."""
+        """Return the function's part of a shard. For a stream, the part is determined by the rank."""
         return shard.of_worker(lambda: self.world) if isinstance(shard, StreamPart) else shard
 
     def _run(self) -> Any:
-        """Run the function, in its own thread."""
+        """Run the function. Called in the function's own thread."""
         try:
             return self._spec.function()
         except Exception as error:  # raised by the user's function
@@ -114,18 +114,18 @@ class Session:
             raise explained.with_traceback(error.__traceback__) from error
 
     def _explained(self, error: Exception) -> Exception:
-        """Return the exception to raise for one of the function: the same, or one that says what to do."""
+        """Return the exception to raise for the function's exception: itself, or an exception that adds advice."""
         return error if self._spec.explain is None else self._spec.explain(error)
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords of `report` are a dict of metrics and a checkpoint, False if each is a metric."""
+        """Return True if the keywords of `report` are a metrics dict and a checkpoint, False if each is a metric."""
         return False
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
         """Send metrics, optionally with a checkpoint, which is a dict or a `Checkpoint`.
 
         Raises:
-            TypeError: `checkpoint` is something else, or `options` were passed, which only functions of `fit` may use.
+            TypeError: `checkpoint` has another type, or `options` were passed, which only functions of `fit` may use.
         """
         if options is not None:
             raise TypeError(f"`{options}`: how a checkpoint is stored is said in functions that `fit` runs only.")
@@ -143,38 +143,38 @@ class Session:
 
     @property
     def is_repeating(self) -> bool:
-        """True while the function is in a batch that failed. The batch is repeated, and so are its reports."""
+        """True while the function is in a batch that failed. The batch will be repeated, and so will its reports."""
         return self.membership is not None and self.membership.has_failed
 
     def regroup(self, world: World, is_behind: bool) -> None:
-        """Take a place in another group that this process has joined; see `Membership.join`."""
+        """Switch to another group, which this process has already joined; see `Membership.join`."""
         assert self.membership is not None, "the function cannot continue in another group"
         self._world = world
         self.membership.join(world, is_behind)
         self.mailbox.mend()
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Ask the driver, and return its answer, which is the same on all ranks. All ranks must ask.
+        """Ask the driver a question and return its answer, which is the same on all ranks. All ranks must ask.
 
         Args:
             name: The question.
             data: This rank's part of the question.
 
         Raises:
-            RuntimeError: The function is to step into a running group, where this question was asked earlier.
+            RuntimeError: The function is about to step into a running group, which asked this question earlier.
         """
         if self.membership is not None and self.membership.is_new:
             raise RuntimeError(f"`{name}` is asked before the first batch, so no worker can step in: ask it later.")
         return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
 
     def _send_metrics(self, data: Any) -> None:
-        """Send metrics alone. Encoded ones block the function, because the next ones use their buffer."""
+        """Send metrics alone. Encoded metrics block the function until they are sent, since their buffer is reused."""
         self.mailbox.offer(
             FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)
         )
 
     def _send(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Send metrics with a checkpoint. The driver takes the checkpoint only if no lower rank has one."""
+        """Send metrics with a checkpoint. The driver takes the checkpoint only if no lower rank has a checkpoint."""
         if self.world.rank == 0:
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
             return
@@ -183,17 +183,17 @@ class Session:
         self._announce(data, ref, lambda _: self._checkpoints.encode(self._spec.encode(content)))
 
     def _announce(self, data: Any, checkpoint_ref: CheckpointRef, make: Callable[[Any], Any]) -> None:
-        """Send metrics that announce a checkpoint, then create the checkpoint if the driver asks for it."""
+        """Send metrics that announce a checkpoint, then create the checkpoint if the driver requests it."""
         token = self._pending_checkpoints.announce()
         self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, replace(checkpoint_ref, token=token)))
         self._pending_checkpoints.settle(token, make)
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint, or the one that the function started from."""
+        """Return the newest checkpoint, or the checkpoint that the function started from."""
         return self.checkpoint
 
     def current_checkpoint(self) -> Any:
-        """Return that checkpoint as a `Checkpoint`."""
+        """Return the result of `load_checkpoint` as a `Checkpoint`, or None."""
         if not self.checkpoint:
             return None
         from raysgd.air.checkpoint import Checkpoint
@@ -201,7 +201,7 @@ class Session:
         return Checkpoint.from_dict(self.checkpoint)
 
     def dataset_shard(self, name: str | None) -> Any:
-        """Return this worker's part of the data; see `get_dataset_shard`."""
+        """Return this worker's shard of the data; see `get_dataset_shard`."""
         if self.shard is None:
             warnings.warn("No dataset was passed to `run`, so there is no shard: `None` is returned.", stacklevel=3)
             return None
@@ -214,7 +214,7 @@ class Session:
         return self._part_of(self.shard[name])
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Send a checkpoint. Only that of rank 0 is kept, but all ranks take part in the step."""
+        """Send a checkpoint. Only rank 0's checkpoint is stored, but all ranks take part in the step."""
         if self.is_repeating:
             return
         self.checkpoint = checkpoint
@@ -233,13 +233,13 @@ class Session:
         return {**checkpoint, TIMESTAMP: int(time.time())}
 
     def _packed(self, data: Any) -> Any:
-        """Return metrics that the backend has prepared: plain values unchanged, others encoded."""
+        """Return metrics that the backend has prepared. Plain values stay unchanged; other values are encoded."""
         if isinstance(data, dict) and all(type(value) in _PLAIN for value in data.values()):
             return data
         return self._reports.encode(data)
 
     def _filled(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the metrics with the values that every report has."""
+        """Return the metrics with the values that every report includes."""
         now = time.monotonic()
         self.iteration += 1
         metrics.setdefault(TIME_THIS_ITER_S, now - self._last_report)
@@ -249,7 +249,7 @@ class Session:
         return {**metrics, **self._details()}
 
     def _details(self) -> dict[str, Any]:
-        """Return time, host and process of a report, if reports include them."""
+        """Return a report's time, host and process, if reports include them."""
         if not self._spec.is_detailed:
             return {}
         return {
@@ -265,7 +265,7 @@ def content_of(checkpoint: Any) -> dict[str, Any]:
     """Return a reported checkpoint as a dict.
 
     Raises:
-        TypeError: It is neither a dict nor a `Checkpoint`.
+        TypeError: `checkpoint` is neither a dict nor a `Checkpoint`.
     """
     if isinstance(checkpoint, Mapping):
         return dict(checkpoint)

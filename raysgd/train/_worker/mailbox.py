@@ -1,8 +1,8 @@
 """Passes messages from the user's function to the driver, or to the trial that the function runs in.
 
-Messages are taken in order. Large checkpoints are kept separately until they are fetched.
+Messages are taken in order. Large checkpoints are stored separately until they are fetched.
 
-ADR 94 says why functions may run ahead of their reports.
+ADR 94 explains why functions may run ahead of their reports.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from raysgd.train._worker.messages import FunctionEnded
 
 
 class RunCancelled(BaseException):
-    """Ends the user's function from inside `report` or `save_checkpoint`, because its messages are no longer read.
+    """Stops the user's function from inside `report` or `save_checkpoint`, because its messages are no longer read.
 
     It is not an `Exception`, so that `except Exception` in user code does not catch it.
     """
 
 
 class Mailbox:
-    """Runs a function in its own thread, and keeps its messages until the driver takes them.
+    """Runs a function in a thread, and stores its messages until the driver takes them.
 
     Args:
         function: The function.
-        num_ahead: Number of messages that may wait before the function is blocked.
+        num_ahead: Number of messages that may be waiting before the function is blocked.
         name: Name of the thread.
 
     Attributes:
-        num_ahead: See above.
+        num_ahead: The argument.
     """
 
     def __init__(self, function: Callable[[], Any], num_ahead: int = 0, name: str = "raysgd-function") -> None:
@@ -61,7 +61,7 @@ class Mailbox:
             ended, error = FunctionEnded(self._function()), None
         except RunCancelled:
             ended, error = FunctionEnded(), None
-        except BaseException as raised:  # the driver gets it in place of the next message
+        except BaseException as raised:  # the driver gets the exception in place of the next message
             ended, error = None, raised
         with self._changed:
             self._ended, self._error = ended, error
@@ -72,10 +72,10 @@ class Mailbox:
 
         Args:
             message: The message.
-            may_wait: True to continue while the message waits, unless more than `num_ahead` do.
+            may_wait: True to continue while the message waits, unless more than `num_ahead` messages are waiting.
 
         Raises:
-            RunCancelled: No one will take it.
+            RunCancelled: The message will not be taken.
         """
         with self._changed:
             self._messages.append(message)
@@ -100,20 +100,20 @@ class Mailbox:
             raise RunCancelled
 
     def await_request(self) -> Any:
-        """Block the function until the driver wants the next message, and return what the driver passed with that.
+        """Block the function until the driver requests the next message. Return the value passed with the request.
 
         Raises:
-            RunCancelled: The driver will not want another message.
+            RunCancelled: The driver will not request another message.
         """
         with self._changed:
             self._hold_until(lambda: self._is_wanted and not self._messages)
             return self._told
 
     def ask(self, question: Any) -> Any:
-        """Send a question from the function, and wait for the answer.
+        """Send a question from the function and wait for the answer.
 
         Raises:
-            RunCancelled: No answer will come.
+            RunCancelled: The question will not be answered.
         """
         with self._changed:
             self._is_asking = True
@@ -123,7 +123,7 @@ class Mailbox:
             return self._answers.pop()
 
     def answer(self, value: Any) -> None:
-        """Answer the question that was taken last, unless it has been answered."""
+        """Answer the question that was taken last, unless it has already been answered."""
         with self._changed:
             if self._is_asking:
                 self._is_asking = False
@@ -131,13 +131,13 @@ class Mailbox:
                 self._changed.notify_all()
 
     def next_message(self, told: Any = None) -> Any:
-        """Wait for the next message and return it; a `FunctionEnded` if the function has returned.
+        """Wait for the next message and return it. Return a `FunctionEnded` if the function has returned.
 
         Args:
-            told: Value for the function, returned by `await_request`.
+            told: Value for the function, which `await_request` returns.
 
         Raises:
-            BaseException: The function raised it, or `break_off` was called with it.
+            BaseException: The exception that the function raised, or that was passed to `break_off`.
         """
         with self._changed:
             self._is_wanted, self._told = True, told
@@ -156,13 +156,13 @@ class Mailbox:
             return self._ended
 
     def break_off(self, error: BaseException) -> None:
-        """Let waits for the next message raise `error`, until `mend`: the function needs another group to continue."""
+        """Make waits for the next message raise `error` until `mend`. The function needs another group to continue."""
         with self._changed:
             self._broken = error
             self._changed.notify_all()
 
     def mend(self) -> None:
-        """Undo `break_off`: the function continues."""
+        """Undo `break_off`, because the function continues."""
         with self._changed:
             self._broken = None
 
@@ -173,17 +173,17 @@ class Mailbox:
 
     @property
     def error(self) -> BaseException | None:
-        """Exception that the function raised; None if it raised none."""
+        """The exception that the function raised; None if it has not raised."""
         return self._error
 
     @property
     def is_held(self) -> bool:
-        """True if the function is blocked in this mailbox, or has ended."""
+        """True if the function is blocked in this mailbox or has ended."""
         return self._is_holding or self.is_over
 
     @property
     def has_more(self) -> bool:
-        """True if `next_message` would return something at once."""
+        """True if `next_message` would return a message immediately."""
         with self._changed:
             return bool(self._messages) or self._ended is not None
 
@@ -193,7 +193,7 @@ class Mailbox:
         return self._ended is not None or self._error is not None
 
     def cancel(self, timeout_s: float) -> bool:
-        """End the function at its next message. Return True if it ended in time."""
+        """Stop the function at its next message. Return True if it ended in time."""
         with self._changed:
             self._is_cancelled = True
             self._changed.notify_all()
@@ -204,10 +204,10 @@ class Mailbox:
 
 
 class PendingCheckpoints:
-    """Checkpoints in this worker that wait for the driver.
+    """This worker's checkpoints that wait for the driver.
 
-    The driver always fetches those of rank 0, so they are copied at once. A checkpoint of another rank is copied only
-    if the driver asks for it because no lower rank has one. The function waits for that decision.
+    The driver always fetches rank 0's checkpoints, so they are copied immediately. A checkpoint of another rank is
+    copied only if the driver requests it, because no lower rank has a checkpoint. The function waits for that decision.
     """
 
     def __init__(self) -> None:
@@ -218,25 +218,25 @@ class PendingCheckpoints:
         self._num = 0
 
     def keep(self, copy: Any) -> int:
-        """Keep a copy until it is fetched, and return its token."""
+        """Store a copy until it is fetched, and return its token."""
         with self._changed:
             self._num += 1
             self._copies[self._num] = copy
             return self._num
 
     def announce(self) -> int:
-        """Return a token for a copy that is made only if the driver asks for it."""
+        """Return a token for a copy that is created only if the driver requests it."""
         with self._changed:
             self._num += 1
             self._open.add(self._num)
             return self._num
 
     def settle(self, token: int, make_copy: Callable[[Any], Any]) -> None:
-        """Block the function until the driver decides about an announced copy, and make the copy if it is wanted.
+        """Block the function until the driver decides about an announced copy. Create the copy if it is requested.
 
         Args:
             token: The token from `announce`.
-            make_copy: Makes the copy. It gets the `told` of `fetch`.
+            make_copy: Creates the copy. It receives the `told` of `fetch`.
         """
         with self._changed:
             self._changed.wait_for(lambda: token in self._wanted or token not in self._open)
@@ -250,7 +250,7 @@ class PendingCheckpoints:
             self._changed.notify_all()
 
     def refuse(self, token: int) -> None:
-        """Say, from another thread, that the announced copy will not be fetched."""
+        """Declare that the announced copy will not be fetched. Called from another thread."""
         with self._changed:
             self._open.discard(token)
             self._changed.notify_all()
@@ -259,11 +259,11 @@ class PendingCheckpoints:
         """Return the copy with this token, once. Called from another thread while the function continues.
 
         Args:
-            token: The token of the copy.
-            told: Value for the function that makes an announced copy.
+            token: The copy's token.
+            told: Value for the function that creates an announced copy.
 
         Raises:
-            KeyError: The copy is gone.
+            KeyError: The copy no longer exists.
         """
         with self._changed:
             self._wanted[token] = told
@@ -274,7 +274,7 @@ class PendingCheckpoints:
             return self._copies.pop(token)
 
     def clear(self) -> None:
-        """Drop all copies. They will not be fetched."""
+        """Discard all copies, because they will not be fetched."""
         with self._changed:
             self._copies.clear()
             self._open.clear()

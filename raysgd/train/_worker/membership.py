@@ -1,10 +1,10 @@
-"""A running function's place in its group, which may change while the function runs.
+"""A running function's membership in its group, which may change while the function runs.
 
-Two threads meet here. One runs the function, which takes steps together with the other ranks. The driver calls the
-other, which leaves a broken group and joins the next one. Neither waits longer for the other than a broken exchange
-takes to fail.
+Two threads meet here. One thread runs the function, which takes steps together with the other ranks. The driver calls
+the other thread, which leaves a broken group and joins the next group. Neither thread waits longer for the other than
+a broken collective takes to fail.
 
-ADR 121 says why a function can continue in place, and what makes a step count.
+ADR 121 explains why a function can continue in place, and what makes a step count.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 
-_BREAKS_IN_S = 60.0  # how long an exchange may take to fail after its connections were closed
-# How long to wait for the function to block in this module. It gets there in any case, unless it is busy between two
-# passes. An exchange of user code, which this module does not see, fails in the meantime.
+_BREAKS_IN_S = 60.0  # how long a collective may take to fail after its connections were closed
+# How long to wait for the function to block in this module. It blocks here eventually, unless it is busy between two
+# passes. Meanwhile, a collective in user code, which this module does not see, fails.
 _REST_S = 0.2
-_FIRST_BATCH_S = 120.0  # how long a function may take from its first question for its place to its first batch
+_FIRST_BATCH_S = 120.0  # how long a function may take from first requesting its rank to its first batch
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True, eq=False)
 class GroupPlace:
-    """The function's place in one of its groups.
+    """The function's rank in one of its groups, with the number of that group.
 
     Attributes:
         number: Number of earlier groups since the function started, equal on all ranks.
@@ -40,7 +40,7 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """The progress of the function when a batch began."""
+    """The function's progress at the start of a batch."""
 
     num_done: int
     num_failed: int
@@ -48,29 +48,29 @@ class BatchStart:
 
 
 class Membership:
-    """Decides which steps of a function count, and blocks it between two batches while a new group forms.
+    """Decides which steps of a function count, and blocks the function between batches while a new group forms.
 
     A step counts if all ranks have its gradients. Each rank reports that it has them before it steps, and steps once
-    all have reported. If the group breaks during this, a rank may have stepped only if all have the gradients: so
-    either all survivors take the step, or none does.
+    all ranks have reported. If the group breaks during this, a rank may have stepped only if all ranks have the
+    gradients. So either all survivors take the step, or none does.
 
-    A function that steps in later runs alone until it asks for its place. It gets its place together with a group. At
-    its first batch it meets the other ranks and takes over their state.
+    A function that steps in later runs alone until it requests its rank. It receives its rank together with a group.
+    At its first batch it meets the other ranks and loads their state.
 
     Args:
-        world: The function's first place.
-        tell: Tells the driver, once for each group, that the group is broken.
+        world: The function's first rank and group size.
+        tell: Notifies the driver, once per group, that the group is broken.
         is_held: Returns True if the function is blocked by something other than the other ranks, or has ended.
-        is_new: True if the function is to step into a running group.
-        note: Called with the number of a group when its ranks have met; from then on all of them report.
+        is_new: True if the function will step into a running group.
+        note: Called with a group's number once its ranks have met. From then on, all of them report.
 
     Attributes:
-        place: The current place.
+        place: The current group, and the function's rank in it.
         num_done: Number of steps that counted.
         has_failed: True if the current batch has failed and will be repeated.
-        flaw: Why the function can never continue in another group; None if it can.
+        flaw: Reason why the function can never continue in another group; None if it can.
         is_new: True until the function has met the other ranks.
-        admits: True if functions that step in later can follow this one.
+        admits: True if functions that step in later can catch up with this function.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Membership:
     # ------------------------------------------------------------------------------------------------- the function
 
     def enter(self) -> GroupPlace:
-        """Wait for a group that is not known to be broken, and return the place in it."""
+        """Wait for a group that is not known to be broken, and return the function's `GroupPlace`."""
         with self._changed:
             self._has_entered = True
             self._wait_until(lambda: self._is_open and not self._is_broken)
             return self.place
 
     def await_place(self) -> None:
-        """Block a function that is to step in until it has a place."""
+        """Block a function that will step in until it has a rank."""
         with self._changed:
             if not self._is_placed:
                 self._wait_until(lambda: self._is_placed)
@@ -120,13 +120,13 @@ class Membership:
         self._is_waiting = False
 
     def open_batch(self, place: GroupPlace, has_trained: bool) -> BatchStart:
-        """Begin a batch that was divided for a place.
+        """Start a batch whose samples were divided for a group.
 
-        After each change of the group, one batch fails on every survivor, even on one that was between two batches.
-        So all ranks count alike.
+        After each change of the group, one batch fails on every survivor, even on a survivor that was between two
+        batches. This keeps the count equal on all ranks.
 
         Args:
-            place: The place.
+            place: The group, and the rank in it.
             has_trained: True if steps were taken on earlier batches of this loader.
         """
         with self._changed:
@@ -136,11 +136,11 @@ class Membership:
             return BatchStart(self.num_done, self._num_failed, self.has_failed)
 
     def has_repeated(self, mark: BatchStart) -> bool:
-        """Return True if the batch that began at this mark failed."""
+        """Return True if the batch that started at this mark failed."""
         return mark.has_failed or self._num_failed != mark.num_failed
 
     def begin_exchange(self) -> bool:
-        """Return True if the batch may exchange data with other ranks. If so, call `end_exchange` afterwards."""
+        """Return True if the batch may communicate with other ranks. If so, call `end_exchange` afterwards."""
         with self._changed:
             is_usable = self._is_open and not self._is_broken and self._batch is self.place
             if self.has_failed or not is_usable:
@@ -150,7 +150,7 @@ class Membership:
             return True
 
     def end_exchange(self, broken: BaseException | None = None) -> None:
-        """End an exchange; `broken` is the error if the group broke."""
+        """End an exchange. `broken` is the error if the group broke."""
         with self._changed:
             self._num_in_use -= 1
             if broken is not None:
@@ -159,7 +159,7 @@ class Membership:
             self._changed.notify_all()
 
     def count_step(self, agree: Callable[[], BaseException | None]) -> bool:
-        """Return True if a step counts whose gradients have arrived.
+        """Return True if the step counts. Called once the gradients have arrived.
 
         Args:
             agree: Returns None once all ranks have called it, or the exception with which the group broke.
@@ -188,10 +188,10 @@ class Membership:
             return bool(self._verdict)
 
     def meet(self, place: GroupPlace, exchange: Callable[[], BaseException | None]) -> bool:
-        """Let the ranks of a new group meet. Return False if the group is broken.
+        """Synchronize the ranks of a new group. Return False if the group is broken.
 
         Args:
-            place: The place in the group.
+            place: The group, and the rank in it.
             exchange: Returns None once all ranks have met, or the exception with which the group broke.
         """
         with self._changed:
@@ -213,18 +213,18 @@ class Membership:
         return broken is None
 
     def step_in(self, number: int, num_done: int) -> None:
-        """Continue where the other ranks are; called during `meet`.
+        """Continue from the other ranks' progress. Called during `meet`.
 
         Args:
-            number: Number of their place.
-            num_done: Number of their steps that counted.
+            number: Number of the other ranks' current group.
+            num_done: Number of the other ranks' steps that counted.
         """
         with self._changed:
             self.place, self.num_done = GroupPlace(number, self.place.world), num_done
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
-        """Let the batch fail before its first exchange."""
+        """Mark the batch as failed before its first exchange."""
         with self._changed:
             self._fail()
 
@@ -241,16 +241,16 @@ class Membership:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the function cannot continue in another group now; None if it can."""
+        """Reason why the function cannot continue in another group now; None if it can."""
         return self.flaw or (None if self.num_done or self.is_new else "the function has not taken a step yet")
 
     @property
     def is_at_first_batch(self) -> bool:
-        """True if a function that is to step in has reached the point where it meets the other ranks."""
+        """True if a function that will step in has reached the point where it meets the other ranks."""
         return self._has_entered
 
     def await_rest(self) -> None:
-        """Wait until a function that is to step in asks for its place, or ends."""
+        """Wait until a function that will step in requests its rank, or ends."""
         self._look_until(lambda: self._is_waiting)
 
     def _look_until(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> None:
@@ -270,10 +270,10 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function out of a group whose connections were closed, and wait for its exchanges there to end.
+        """Keep the function out of a group whose connections were closed, and wait for its exchanges there to finish.
 
         Raises:
-            TimeoutError: An exchange does not end.
+            TimeoutError: An exchange does not finish.
         """
         with self._changed:
             self._is_open = False
@@ -282,11 +282,11 @@ class Membership:
             self._changed.wait_for(lambda: self._is_waiting or self._is_held(), _REST_S)
 
     def join(self, world: World, is_behind: bool) -> None:
-        """Join another group with this process. `go_on` opens the group to the function, once all ranks have joined.
+        """Join another group with this process. Once all ranks have joined, `go_on` opens the group to the function.
 
         Args:
-            world: The place in the group.
-            is_behind: True if another rank took one step more than this one. The step then counts here too.
+            world: The rank in that group and the group's size.
+            is_behind: True if another rank took one more step than this rank. That step then counts here too.
 
         Raises:
             RuntimeError: This rank does not have the gradients of that step.
@@ -307,7 +307,7 @@ class Membership:
             self._look_until(lambda: self._has_entered, _FIRST_BATCH_S)
 
     def go_on(self) -> None:
-        """Let the function enter the group that all ranks have joined, if there is a new one."""
+        """Let the function enter the group that all ranks have joined, if there is a new group."""
         with self._changed:
             if self._next is None:
                 return

@@ -1,4 +1,4 @@
-"""Messages between the driver and the functions in the workers."""
+"""Messages between the driver and the workers' functions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 BROADCAST = "broadcast_from_rank_zero"
 PREEMPTION = "get_preemption_info"
-"""Questions that functions ask the driver, each named after the function that users call."""
+"""Questions that functions ask the driver. Each has the name of the function that users call."""
 
 
 class TrainingResultType(Enum):
-    """The kinds of messages."""
+    """The types of messages."""
 
     REPORT = auto()
     CHECKPOINT = auto()
@@ -21,7 +21,7 @@ class TrainingResultType(Enum):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A message in the form that code which drives a `BackendExecutor` itself gets."""
+    """A message in the form that code driving a `BackendExecutor` itself receives."""
 
     type: TrainingResultType
     data: dict[str, Any]
@@ -32,11 +32,11 @@ class CheckpointRef:
     """A checkpoint on its way to the driver.
 
     Attributes:
-        score: Value that the checkpoint is ranked by; None if it has none.
-        data: The encoded checkpoint, if it is small and certain to be kept.
-        token: Otherwise, the token to fetch it with.
+        score: Value by which the checkpoint is ranked; None if it has no score.
+        data: The encoded checkpoint, if it is small and certain to be stored.
+        token: Otherwise, the token to fetch the checkpoint with.
         files: Names of the files if the worker stores them itself, so that nothing is sent. With a token, the worker
-            first waits to hear which of these names lower ranks use too.
+            first waits to be notified which of these names lower ranks also use.
     """
 
     score: Any = None
@@ -52,7 +52,7 @@ class CheckpointRef:
 
 @dataclass(frozen=True)
 class FunctionMessage:
-    """A message of a function: metrics, a checkpoint, or metrics with a checkpoint."""
+    """A function's message: metrics, a checkpoint, or metrics with a checkpoint."""
 
     kind: TrainingResultType
     data: Any = None
@@ -74,7 +74,7 @@ class Question:
 
 @dataclass(frozen=True)
 class RanksMet:
-    """From here on all ranks of a group report, also the workers that stepped in.
+    """Announces that from here on all ranks of a group report, including workers that stepped in.
 
     Attributes:
         number: Number of earlier groups since the function started.
@@ -85,7 +85,7 @@ class RanksMet:
 
 @dataclass(frozen=True)
 class FunctionEnded:
-    """The function returned this value."""
+    """Announces that the function has returned `value`."""
 
     value: Any = None
 
@@ -104,20 +104,20 @@ def is_mere_report(message: Any) -> bool:
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A function with all that a worker needs to run it.
+    """A function with everything that a worker needs to run it.
 
     Attributes:
         function: The user's function, with its config bound.
-        encode: Prepares everything that leaves the worker.
-        score_attribute: Key in a checkpoint whose value ranks it.
+        encode: Prepares all data that leaves the worker.
+        score_attribute: Key in a checkpoint whose value ranks the checkpoint.
         is_detailed: True if reports include host, process and time.
-        is_muted: True if the function does not wait until its reports are read.
-        explain: Turns an exception of the function into the one to raise.
-        make_session: Creates the session of the function, from the arguments of `Session`; None for a `Session`.
+        is_muted: True if the function does not wait for its reports to be read.
+        explain: Converts the function's exception to the exception to raise.
+        make_session: Creates the function's session from the arguments of `Session`; None to use `Session`.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.
         is_elastic: True if the function continues in place when other workers are lost.
-        steps_in: True if it starts in a worker that is to step into a running group.
-        has_parts: True if its data was divided at the start, so that a lost worker's part is lost.
+        steps_in: True if the function starts in a worker that will step into a running group.
+        has_parts: True if the function's data was sharded at the start, so that a lost worker's shard is lost.
     """
 
     function: Callable[[], Any]

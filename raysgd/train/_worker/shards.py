@@ -1,6 +1,6 @@
-"""The data of a run, divided over its workers: once for each number of workers, so a restart gets the same parts.
+"""A run's data, sharded across its workers once per number of workers, so that a restart gets the same shards.
 
-A worker's part of a stream, `StreamPart`, is created in the worker.
+A worker's shard of a stream, `StreamPart`, is created in the worker.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from raysgd.streams.stream import Stream
 
 
 class DividedData:
-    """Divides a dataset, or a dict of datasets, when workers start. The same number of workers gets the same parts.
+    """Shards a dataset, or a dict of datasets, when workers start. The same number of workers gets the same shards.
 
     Args:
-        dataset: Has `split(n, equal=True)`, which returns n parts; or a dict of such. If `split` accepts
-            `locality_hints`, it gets Ray's handles of the workers, and can give each worker data near it.
+        dataset: An object with `split(n, equal=True)`, which returns n shards; or a dict of such objects. If `split`
+            accepts `locality_hints`, it receives Ray's handles of the workers, to give each worker nearby data.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -34,12 +34,12 @@ class DividedData:
 
     @property
     def is_whole(self) -> bool:
-        """True if every worker gets the same object and takes its part by its rank, as with streams."""
+        """True if every worker gets the same object and selects its shard by rank, as with streams."""
         each = self._dataset.values() if isinstance(self._dataset, Mapping) else (self._dataset,)
         return all(isinstance(dataset, Stream) for dataset in each)
 
     def __call__(self, num_workers: int, workers: Sequence[Any] = ()) -> Sequence[Any]:
-        """Return each worker's part, or dict of parts."""
+        """Return each worker's shard, or dict of shards."""
         if num_workers != len(self._parts):
             self._parts = self._divided(num_workers, [worker.actor.ray_actor for worker in workers])
         return self._parts
@@ -52,9 +52,9 @@ class DividedData:
 
 
 def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[Any]:
-    """Return the parts of a dataset, near their workers if `split` supports that, or one stream for each worker.
+    """Return a dataset's shards, near their workers if `split` supports that, or one `StreamPart` per worker.
 
-    A worker's rank decides which part of a stream it reads.
+    A worker's rank determines which part of a stream it reads.
     """
     if isinstance(dataset, Stream):
         return [StreamPart(dataset, num_workers)] * num_workers
@@ -64,7 +64,7 @@ def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[
 
 
 def with_to_torch(shard: Any) -> Any:
-    """Add the former `to_torch` of Ray Data's datasets, which only their iterators have today, to a shard or a dict."""
+    """Add the former `to_torch` method of Ray Data datasets to a shard or dict. Today only their iterators have it."""
     for each in shard.values() if isinstance(shard, dict) else (shard,):
         if hasattr(each, "iterator") and not hasattr(each, "to_torch"):
             each.to_torch = partial(_to_torch, each)
@@ -76,11 +76,11 @@ def _to_torch(dataset: Any, **options: Any) -> Any:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Check that the data of a run can be divided.
+    """Check that a run's data can be sharded.
 
     Raises:
-        TypeError: It cannot, or it is a stream that cannot be pickled.
-        ValueError: It is a stream without batches.
+        TypeError: The data cannot be sharded, or is a stream that cannot be pickled.
+        ValueError: The data is a stream that is not batched.
     """
     for each in dataset.values() if isinstance(dataset, Mapping) else (dataset,):
         if isinstance(each, Stream):
@@ -109,12 +109,12 @@ class _StreamGroup:
 
 
 class StreamPart:
-    """The batches of one worker. Iterate over it once for each epoch.
+    """One worker's batches. Iterate over this object once per epoch.
 
-    All workers get the same number of batches. If the lengths of shards are unknown, or a filter drops rows, each
-    worker gets as many batches as its own rows make, unless `prepare_data_loader` connects the workers.
+    All workers get the same number of batches. If the lengths of the stream's shards are unknown, or a filter drops
+    rows, each worker gets as many batches as its own rows yield, unless `prepare_data_loader` connects the workers.
 
-    The position does not depend on the number of workers: put `state_dict()` into your checkpoints.
+    The position does not depend on the number of workers, so store `state_dict()` in your checkpoints.
 
     Args:
         stream: The stream of global batches.
@@ -122,11 +122,11 @@ class StreamPart:
 
     Attributes:
         epoch: The current epoch.
-        consumed: Number of its rows used by all workers together, up to the last batch.
-        is_known: True if the rows of an epoch are counted before they are read.
+        consumed: Number of the epoch's rows that all workers together have used, up to the last batch.
+        is_known: True if an epoch's rows are counted before they are read.
 
     Raises:
-        ValueError: The stream is not in batches, or there are more workers than lanes.
+        ValueError: The stream is not batched, or it has fewer lanes than workers.
     """
 
     def __init__(self, stream: Stream, world_size: int) -> None:
@@ -140,17 +140,17 @@ class StreamPart:
         self.is_known = not self._has_own_rows
 
     def of_worker(self, world: Callable[[], World]) -> StreamPart:
-        """Set where this worker's place comes from: `world` is called when a batch needs it. Return this object."""
+        """Set the source of this worker's rank: `world` is called when a batch needs it. Return this object."""
         self._place.world = world
         return self
 
     def joined(self, ranks: StreamGroup, collate: Collate, *, exact: bool) -> StreamPart:
-        """Return the part for workers that exchange how many rows they have read.
+        """Connect this part to workers that notify each other how many rows they have read. Return this object.
 
         Args:
             ranks: The workers.
-            collate: Makes a batch from rows.
-            exact: True to use each row exactly once; workers may then have different numbers of batches.
+            collate: Forms a batch from rows.
+            exact: True to use each row exactly once. Workers may then have different numbers of batches.
         """
         data = replace(self._source.data, is_training=not exact)
         self._source = StreamSource(data, ranks, self._seed, collate, _as_pair)
@@ -161,7 +161,7 @@ class StreamPart:
 
     @property
     def sampler(self) -> StreamPart:
-        """This object, so that `loader.sampler.set_epoch` works as it does for loaders."""
+        """This object, so that `loader.sampler.set_epoch` works as with other loaders."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -181,7 +181,7 @@ class StreamPart:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the rest of the epoch, then move on to the next epoch."""
+        """Iterate over the rest of the epoch, then advance to the next epoch."""
         for num_steps, (batch, num_rows) in enumerate(self._source.open(self.epoch, self.consumed), 1):
             if not self._has_own_rows:
                 self.consumed = self._source.consumed_after(num_steps)
@@ -191,21 +191,21 @@ class StreamPart:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Number of rows in an epoch, which must be known, and in a global batch."""
+        """Number of rows in an epoch, which must be known, and number of rows in a global batch."""
         data = self._source.data
         assert data.num_rows is not None, "asked for only where it is known"
         return data.num_rows, data.batch_size
 
     def batches_of(self, world: World, consumed: int) -> Iterator[Any]:
-        """Iterate over the batches of the place `world` in a group, from this number of rows of the epoch on."""
+        """Iterate over the batches of the rank in `world`, skipping the first `consumed` rows of the epoch."""
         self._source.join(_StreamGroup(lambda: world))
         return (batch for batch, _ in self._source.open(self.epoch, consumed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch, as plain data, equal on all workers.
+        """Return the position after the last batch as plain data. It is identical on all workers.
 
         Raises:
-            ValueError: Each worker has its own position in the epoch.
+            ValueError: Each worker has a different position in the epoch.
         """
         if self._has_own_rows:
             raise ValueError(
@@ -216,10 +216,10 @@ class StreamPart:
         return {**place, **self._source.state(self.consumed, self.consumed > 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position from any number of workers.
+        """Continue at a position saved with any number of workers.
 
         Raises:
-            ValueError: It is a position in other shards.
+            ValueError: The position belongs to other shards.
         """
         self._source.load_state(state)
         self.epoch, self.consumed = state["epoch"], state["consumed"]

@@ -1,7 +1,7 @@
-"""Callbacks for runs of `Trainer`: the base class and ready-made ones.
+"""Callbacks for runs of `Trainer`: the base class and ready-made callbacks.
 
-Each callback gets the reports of all workers, or of the workers that its preprocessor selects. An exception in a
-callback ends the run, and all callbacks get `finish_training`.
+Each callback receives the reports of all workers, or of the workers that its preprocessor selects. An exception in a
+callback ends the run, and `finish_training` is called on all callbacks.
 """
 
 from __future__ import annotations

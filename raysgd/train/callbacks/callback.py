@@ -10,13 +10,13 @@ from raysgd.train.constants import ALL_RESERVED_KEYS
 
 
 class TrainingCallback:
-    """Follows a run. Every method does nothing; override what you need.
+    """Observes a run. All methods do nothing by default; override the methods that you need.
 
     Attributes:
         results_preprocessor: Preprocesses the results for `handle_result`.
-        RESERVED_KEYS: Keys that belong to other callbacks, but that this one needs too.
-        reads_checkpoints: True if `finish_training` needs the checkpoints in the folder of the run. Only then are they
-            downloaded from a store.
+        RESERVED_KEYS: Keys that belong to other callbacks but that this callback also needs.
+        reads_checkpoints: True if `finish_training` needs the checkpoints in the run's folder. They are downloaded
+            from a store only in this case.
     """
 
     results_preprocessor: ResultsPreprocessor | None = None
@@ -24,13 +24,13 @@ class TrainingCallback:
     reads_checkpoints: bool = False
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
-        """Called before the function is started, with the folder of the run and the config of the function."""
+        """Called before the function starts, with the run's folder and the function's config."""
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Called for every report, with the metrics of the workers by rank."""
+        """Called for every report, with the workers' metrics by rank."""
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        """Called once at the end; `error` is True if the run ended with an exception."""
+        """Called once at the end. `error` is True if the run ended with an exception."""
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Remove the results of other callbacks, preprocess the rest, and call `handle_result`. Do not override."""

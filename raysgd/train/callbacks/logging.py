@@ -25,11 +25,11 @@ from raysgd.train.constants import (
 
 
 class LogdirManager:
-    """The folder of a callback: the one that was passed, or that of the run.
+    """A callback's folder: the folder that was passed, or the run's folder.
 
     Args:
-        logdir: The folder; None for that of the run.
-        create_logdir: True to create it.
+        logdir: The folder; None for the run's folder.
+        create_logdir: True to create the folder.
 
     Raises:
         ValueError: `logdir` is a URI.
@@ -45,8 +45,8 @@ class LogdirManager:
         """Create the folder if allowed, and return it.
 
         Raises:
-            FileExistsError: A file has this name.
-            ValueError: It does not exist and `create_logdir` is False.
+            FileExistsError: A file has the folder's name.
+            ValueError: The folder does not exist and `create_logdir` is False.
         """
         self._default = Path(default_logdir)
         path = self.logdir_path
@@ -61,7 +61,7 @@ class LogdirManager:
         """The folder.
 
         Raises:
-            RuntimeError: It is the folder of the run, and no run has started yet.
+            RuntimeError: It is the run's folder, and no run has started yet.
         """
         path = self._logdir or self._default
         if path is None:
@@ -74,9 +74,9 @@ class _SinkCallback(TrainingCallback):
 
     Args:
         sink: Destination of the reports.
-        logdir: The folder. Default: that of the run.
+        logdir: The folder. Default: the run's folder.
         workers: A rank, several ranks, or None for all.
-        hidden: Metrics that are not written.
+        hidden: Metrics to omit.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class _SinkCallback(TrainingCallback):
 
     @property
     def logdir(self) -> Path:
-        """The folder."""
+        """The callback's folder."""
         return self._logdir.logdir_path
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
@@ -103,10 +103,10 @@ class _SinkCallback(TrainingCallback):
 
 
 class JsonLoggerCallback(_SinkCallback):
-    """Writes a JSON file: a list with one element for each report, which is a list of the workers' metrics.
+    """Writes a JSON file: a list with one element per report. Each element is a list of the workers' metrics.
 
     Args:
-        logdir: The folder. Default: that of the run.
+        logdir: The folder. Default: the run's folder.
         filename: The file. Default: `results.json`.
         workers_to_log: A rank, several ranks, or None for all.
     """
@@ -135,7 +135,7 @@ class TBXLoggerCallback(_SinkCallback):
     """Writes files for TensorBoard with tensorboardX.
 
     Args:
-        logdir: The folder. Default: that of the run.
+        logdir: The folder. Default: the run's folder.
         worker_to_log: The rank whose reports are written.
     """
 
@@ -152,7 +152,7 @@ def one_rank(worker_to_log: Any) -> int:
 
     Raises:
         ValueError: The list does not have exactly one element.
-        TypeError: It is neither a rank nor a list.
+        TypeError: `worker_to_log` is neither a rank nor a list.
     """
     if isinstance(worker_to_log, int):
         return worker_to_log
@@ -169,13 +169,13 @@ class MLflowLoggerCallback(_SinkCallback):
 
     Args:
         tracking_uri: Store of the runs. Default: as set by `mlflow.set_tracking_uri` or the environment variable
-            MLFLOW_TRACKING_URI, else the folder `mlruns` in that of the run.
-        registry_uri: Store of the models. Default: MLFLOW_REGISTRY_URI, else with the runs.
-        experiment_id: An existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
-        experiment_name: Otherwise the name of an experiment, created if needed. Default: MLFLOW_EXPERIMENT_NAME.
+            MLFLOW_TRACKING_URI, else the folder `mlruns` in the run's folder.
+        registry_uri: Store of the models. Default: MLFLOW_REGISTRY_URI, else the store of the runs.
+        experiment_id: ID of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
+        experiment_name: Without an ID, name of an experiment, created if needed. Default: MLFLOW_EXPERIMENT_NAME.
         tags: Tags of the run.
         save_artifact: True to upload the checkpoints at the end.
-        logdir: The folder. Default: that of the run.
+        logdir: The folder. Default: the run's folder.
         worker_to_log: The rank whose reports are written.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Preprocessors of results for a callback. They return new lists and leave their input unchanged."""
+"""Preprocessors for the results that a callback receives. They return new lists and do not modify their input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = (int, float, np.float32, np.float64, np.int32, np.int64)
 
 
 class ResultsPreprocessor(abc.ABC):
-    """Changes the results that a callback gets."""
+    """Transforms the results that a callback receives."""
 
     @abc.abstractmethod
     def preprocess(self, results: Results) -> Results:
@@ -37,13 +37,13 @@ class SequentialResultsPreprocessor(ResultsPreprocessor):
 
 
 class IndexedResultsPreprocessor(ResultsPreprocessor):
-    """Keeps the results of some workers, in the given order.
+    """Selects the results of some workers, in the given order.
 
     Args:
         indices: One rank, several ranks, or None for all.
 
     Raises:
-        TypeError: `indices` is something else.
+        TypeError: `indices` has another type.
         ValueError: `indices` is empty.
     """
 
@@ -70,10 +70,10 @@ def _ranks(indices: int | Iterable[int] | None) -> list[int] | None:
 
 
 class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
-    """Removes some keys.
+    """Removes some keys from the results.
 
     Args:
-        excluded_keys: The keys; None for none.
+        excluded_keys: The keys to remove; None to remove nothing.
     """
 
     def __init__(self, excluded_keys: Iterable[str] | None = None) -> None:
@@ -84,7 +84,7 @@ class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
 
 
 class _Aggregate(ResultsPreprocessor):
-    """Adds one number computed from all workers' values to every worker's results: `<prefix>(<key>)`."""
+    """Computes one number from all workers' values and adds it to every worker's results as `<prefix>(<key>)`."""
 
     _prefix: str
 
@@ -103,11 +103,11 @@ class _Aggregate(ResultsPreprocessor):
 
     @abc.abstractmethod
     def _aggregate(self, values: Sequence[float], results: Results) -> float:
-        """Compute the number from the workers' values; at least one of them is not NaN."""
+        """Compute the number from the workers' values. At least one value is not NaN."""
 
 
 class AverageResultsPreprocessor(_Aggregate):
-    """Adds `avg(<key>)`.
+    """Adds the mean over the workers as `avg(<key>)`.
 
     Args:
         keys: The keys to average; None for all.
@@ -120,10 +120,10 @@ class AverageResultsPreprocessor(_Aggregate):
 
 
 class MaxResultsPreprocessor(_Aggregate):
-    """Adds `max(<key>)`.
+    """Adds the maximum over the workers as `max(<key>)`.
 
     Args:
-        keys: The keys; None for all.
+        keys: The keys to aggregate; None for all.
     """
 
     _prefix = "max"
@@ -133,11 +133,11 @@ class MaxResultsPreprocessor(_Aggregate):
 
 
 class WeightedAverageResultsPreprocessor(_Aggregate):
-    """Adds `weight_avg_<weight_key>(<key>)`.
+    """Adds the weighted mean over the workers as `weight_avg_<weight_key>(<key>)`.
 
     Args:
         keys: The keys to average; None for all.
-        weight_key: Key of each worker's weight. If it is None, missing, or no number, all workers have equal weight.
+        weight_key: Key of each worker's weight. If it is None, missing or not a number, all workers have equal weight.
     """
 
     def __init__(self, keys: Iterable[str] | None = None, weight_key: str | None = None) -> None:
@@ -169,7 +169,7 @@ def _keys_of(results: Results) -> list[str]:
 
 
 def _valid(results: Results, key: str) -> list[float] | None:
-    """Return each worker's value, NaN if it has no usable one; or warn and return None if no worker has one."""
+    """Return each worker's value, or NaN if it is unusable. If no worker has a usable value, warn and return None."""
     if not any(key in result for result in results):
         logger.warning("`%s` is not reported from workers, so it is ignored.", key)
         return None

@@ -1,6 +1,6 @@
 """Trains a small network on Fashion-MNIST with a training function.
 
-Data: Fashion-MNIST in MNIST's format, from `config["data_dir"]`, by default `~/data`. Nothing is downloaded. Test mode
+Reads Fashion-MNIST in MNIST's format from `config["data_dir"]`, by default `~/data`. Nothing is downloaded. Test mode
 uses a few images of noise. Do not rename anything here: existing programs and tests import these names.
 """
 
@@ -24,7 +24,7 @@ _NUM_TEST_IMAGES = 64
 
 
 class NeuralNetwork(nn.Module):
-    """A network of three layers that classifies ten kinds of clothes."""
+    """A three-layer network that classifies ten types of clothes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class NeuralNetwork(nn.Module):
 
 
 def train_func(config: dict[str, Any]) -> list[float]:
-    """Train for some epochs, and report the loss on the test images after each. Return these losses.
+    """Train for some epochs and report the loss on the test images after each epoch. Return these losses.
 
     Args:
         config: `lr`, `batch_size` of each worker, and `epochs`; optionally `data_dir` and `test_mode`.
@@ -92,7 +92,7 @@ def train_fashion_mnist(num_workers: int = 1, use_gpu: bool = False, test_mode: 
     Args:
         num_workers: Number of workers.
         use_gpu: True if each worker gets a GPU.
-        test_mode: Train two epochs on a few images of noise, to see that it runs.
+        test_mode: True to train two epochs on a few images of noise, as a smoke test.
     """
     trainer = Trainer(backend="torch", num_workers=num_workers, use_gpu=use_gpu)
     trainer.start()

@@ -1,10 +1,11 @@
-"""The parts behind `fit()`: one run of a function, from its start to its `Result`.
+"""The implementation of `fit()`: one run of a function, from its start to its `Result`.
 
-What it guarantees:
+Guarantees:
 
-* A checkpoint is always complete. Workers store folders themselves; the driver commits them, and writes dicts.
-* A run that failed continues from its newest checkpoint with the available workers, as often as `FailureConfig` allows.
-* Reports of rank 0 are written down as they arrive.
+* A checkpoint is always complete. Workers store folders themselves; the driver commits them and writes dicts.
+* A failed run continues from its newest checkpoint with the available workers, as often as `FailureConfig` allows.
+* Rank 0's reports are written as they arrive.
 
-What it leaves to others: the engine keeps the workers alive, `raysgd.storage` holds the files, `raysgd.air` the values.
+Other packages do the rest: the engine keeps the workers alive, `raysgd.storage` manages the files, and `raysgd.air`
+defines the values.
 """

@@ -1,7 +1,7 @@
-"""The data of each worker in a `fit`: its part of divided datasets, and all of the others.
+"""Each worker's data in a `fit`: its shard of each sharded dataset, and the other datasets in full.
 
 Before anything runs, `merged_config` merges the configs of the trainer and its user. `prepared` then calls functions
-that return datasets and applies the preprocessor, once. `DatasetShards` divides the datasets whenever workers start.
+that return datasets and applies the preprocessor, once. `DatasetShards` shards the datasets whenever workers start.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ OWN_CONFIG: Mapping[str, DatasetConfig] = {
     TRAIN_DATASET_KEY: DatasetConfig(fit=True, split=True),
     WILDCARD_KEY: DatasetConfig(split=False),
 }
-"""The default: "train" is divided, and every worker gets all of the other datasets."""
+"""The default: "train" is sharded, and every worker gets the other datasets in full."""
 
 
 class DataConfig:
-    """Says which datasets are divided over the workers, and how Ray Data reads them.
+    """Selects the datasets to shard across the workers, and sets how Ray Data reads them.
 
-    Derive from it and override `configure` to divide them in another way.
+    Derive from this class and override `configure` to shard datasets differently.
 
     Args:
-        datasets_to_split: Names of the datasets to divide; "all" for all of them. Every worker gets all rows of the
+        datasets_to_split: Names of the datasets to shard; "all" for all datasets. Every worker gets all rows of the
             other datasets.
-        execution_options: `ray.data.ExecutionOptions` for all datasets, or a dict of them by name. None keeps the
-            options of each dataset.
-        enable_shard_locality: True to prefer blocks that are already on the node of a worker.
+        execution_options: `ray.data.ExecutionOptions` for all datasets, or a dict of them by name. None leaves the
+            options of each dataset unchanged.
+        enable_shard_locality: True to prefer blocks that are already on a worker's node.
 
     Raises:
         TypeError: `datasets_to_split` is neither "all" nor a list of names.
@@ -61,17 +61,17 @@ class DataConfig:
         worker_node_ids: list[str] | None,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        """Return the data of each worker, by rank: a dict of the values that `get_dataset_shard` returns there.
+        """Return each worker's data by rank: a dict of the values that `get_dataset_shard` returns on that worker.
 
-        Called in the driver whenever workers start. The parts of a Ray Data dataset wait for each other at the
-        beginning of each epoch, so restarted workers need new ones.
+        Called in the driver whenever workers start. The shards of a Ray Data dataset wait for each other at the start
+        of each epoch, so restarted workers need new shards.
 
         Args:
-            datasets: The datasets, by name.
+            datasets: The datasets by name.
             world_size: Number of workers.
-            worker_handles: Ray's handles of their processes, by rank; None if unknown.
-            worker_node_ids: The nodes of the workers, by rank; None if unknown.
-            **kwargs: For later versions.
+            worker_handles: Ray actor handles of the workers, by rank; None if unknown.
+            worker_node_ids: The workers' nodes, by rank; None if unknown.
+            **kwargs: Reserved for later versions.
         """
         hints = worker_node_ids if self._enable_shard_locality else None
         shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
@@ -94,7 +94,7 @@ class DataConfig:
         )
 
     def splits(self, name: str) -> bool:
-        """Return True if a dataset is divided."""
+        """Return True if a dataset is sharded."""
         return self._datasets_to_split == "all" or name in self._datasets_to_split
 
     def _parts(self, name: str, dataset: Any, num_workers: int, hints: list[str] | None) -> list[Any]:
@@ -108,14 +108,14 @@ class DataConfig:
 
 
 class DatasetShards(DividedData):
-    """Divides the datasets of a run whenever workers start. Each call makes new parts.
+    """Shards a run's datasets whenever workers start. Each call creates new shards.
 
     Args:
         datasets: The result of `prepared`.
         config: The result of `merged_config`; None for the default.
 
     Raises:
-        TypeError: A dataset is to be divided, but cannot be.
+        TypeError: The config shards a dataset that cannot be sharded.
     """
 
     def __init__(self, datasets: Mapping[str, Any], config: Any = None) -> None:
@@ -137,14 +137,14 @@ class DatasetShards(DividedData):
         return all(isinstance(dataset, Stream) or not config.splits(name) for name, dataset in self._datasets.items())
 
     def __call__(self, num_workers: int, workers: Sequence[Any] = ()) -> list[Any]:
-        """Return the data of each worker, by rank.
+        """Return each worker's data by rank.
 
         Args:
             num_workers: Number of workers.
-            workers: The workers by rank, each a `raysgd.train.worker_group.Worker`.
+            workers: The workers by rank, as `raysgd.train.worker_group.Worker` objects.
 
         Raises:
-            ValueError: The user's `configure` returned data for another number of workers.
+            ValueError: The user's `configure` returned data for a different number of workers.
         """
         self._warn_if_starved()
         handles = [worker.actor.ray_actor for worker in workers] or None
@@ -163,10 +163,10 @@ class DatasetShards(DividedData):
 
 
 def check_datasets(datasets: Any) -> dict[str, Any]:
-    """Return the datasets by name, without those that are None.
+    """Return the datasets by name, omitting entries that are None.
 
     Raises:
-        ValueError: It is no dict of datasets by name.
+        ValueError: `datasets` is not a dict of datasets by name.
     """
     if datasets is None:
         return {}
@@ -182,7 +182,7 @@ def check_preprocessor(preprocessor: Any) -> Any:
     """Check a preprocessor, which may be None, and return it.
 
     Raises:
-        ValueError: It is no preprocessor.
+        ValueError: `preprocessor` has no `fit` and `transform` methods.
     """
     if preprocessor is not None and not (hasattr(preprocessor, "fit") and hasattr(preprocessor, "transform")):
         raise ValueError(
@@ -195,15 +195,15 @@ def check_preprocessor(preprocessor: Any) -> Any:
 def merged_config(
     dataset_config: Any, datasets: Mapping[str, Any], own: Mapping[str, DatasetConfig] = OWN_CONFIG
 ) -> Any:
-    """Return a `DataConfig` unchanged, or merge a user's dict of `DatasetConfig` into the config of a trainer.
+    """Return a `DataConfig` unchanged, or merge a user's dict of `DatasetConfig` into a trainer's config.
 
     Args:
-        dataset_config: The user's config; None for the trainer's own.
-        datasets: The datasets, by name.
+        dataset_config: The user's config; None for the trainer's default.
+        datasets: The datasets by name.
         own: The config of the trainer's class.
 
     Raises:
-        ValueError: It is neither of these, or does not fit the datasets.
+        ValueError: `dataset_config` has another type, or does not match the datasets.
     """
     if is_data_config(dataset_config):
         return dataset_config
@@ -218,19 +218,19 @@ def merged_config(
 
 
 def is_data_config(config: Any) -> bool:
-    """Return True if it is a `DataConfig` of raysgd or of Ray Train."""
+    """Return True for a `DataConfig` of raysgd or of Ray Train."""
     return callable(getattr(config, "configure", None)) and not isinstance(config, Mapping)
 
 
 def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any = None) -> dict[str, Any]:
-    """Return the datasets ready to be read: created by their functions, transformed, shuffled.
+    """Return the datasets ready to be read: created by their functions, transformed and shuffled.
 
-    Call it once for a run: after a failure the workers read the same datasets again. A preprocessor that has not been
+    Call it once per run. After a failure, the workers read the same datasets again. A preprocessor that has not been
     fit yet is fit here, in place.
 
     Args:
-        datasets: Datasets by name, or functions without arguments that return one.
-        preprocessor: Has `fit(dataset)` and `transform(dataset)`; None for none.
+        datasets: Datasets by name, or functions without arguments that return a dataset.
+        preprocessor: An object with `fit(dataset)` and `transform(dataset)`, or None.
         config: The result of `merged_config`.
     """
     made = {name: dataset() if _makes_one(dataset) else dataset for name, dataset in datasets.items()}
@@ -242,7 +242,7 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
 
 
 def with_execution_options(dataset: Any, options: Any) -> Any:
-    """Return a copy of a Ray Data dataset with these options. Return other datasets unchanged."""
+    """Return a copy of a Ray Data dataset with these options. Other datasets are returned unchanged."""
     if options is None or not is_of_ray(dataset):
         return dataset
     own = with_own_options(dataset)
@@ -292,7 +292,7 @@ def _lacks_fit(preprocessor: Any) -> bool:
 
 
 def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
-    """Shuffle a dataset if the user set it: the default of `randomize_block_order` would make every stream wait."""
+    """Shuffle a dataset only if the user set it: the default `randomize_block_order=True` would make streams wait."""
     if config.global_shuffle:
         return dataset.random_shuffle()
     if config.randomize_block_order and is_of_ray(dataset):

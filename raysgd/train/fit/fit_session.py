@@ -1,4 +1,4 @@
-"""A function that `fit` runs in a worker, as the function sees it: its checkpoints, its rank, its trial."""
+"""A function that `fit` runs in a worker, as seen by the function: its checkpoints, its rank and its trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.air._running import TrialFacts
+from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.reports import UploadOptions
 from raysgd.air.trial import checkpoint_name
@@ -34,7 +34,7 @@ _DEEPEST = 50
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.bool_)
 logger = logging.getLogger(__name__)
 _once = Once()
-_TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders, which workers store
+_TRAVELS = ("data_dict", "object_ref")  # other types of checkpoints are folders, which workers store
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
 _FOREIGN = (
     "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
@@ -49,8 +49,8 @@ class FitSession(Session):
     Args:
         world: This worker's rank and the number of workers.
         spec: The function and how to run it.
-        checkpoint: The checkpoint that the function starts from, or its folder or content; None for none.
-        shard: This worker's part of the data, by the names of the datasets.
+        checkpoint: The checkpoint that the function starts from, or its folder or content, or None.
+        shard: This worker's shard of the data, by dataset name.
         pending: Holds large checkpoints until the driver fetches them.
         facts: Facts about the run.
     """
@@ -72,28 +72,28 @@ class FitSession(Session):
         self._upload: Future[None] | None = None
 
     def _run(self) -> Any:
-        """Run the function. Its return value stays in the worker, unless it is plain data and this is rank 0."""
+        """Run the function. Discard its return value unless it is plain data and this rank is or may become rank 0."""
         with _working_in(self.facts.workdir), _errors_for_calls_of_ray(), _seen_by_ray(self):
             returned = super()._run()
             self._await_upload()
             return returned if self._may_be_first and is_plain(returned) else None
 
     def _explained(self, error: Exception) -> Exception:
-        """Explain what to do if a session function of Ray was called."""
+        """Return an exception with advice if the function called a session function of Ray."""
         if not isinstance(error, UserWarning | RuntimeError) or not any(text in str(error) for text in _MISUSES):
             return super()._explained(error)
         return SessionMisuseError(f"{_FOREIGN} Ray says: {error}")
 
     @property
     def _may_be_first(self) -> bool:
-        """True if this is rank 0, or may become rank 0: ranks move up if other workers are lost."""
+        """True if this is rank 0 or may become rank 0, because ranks move up if other workers are lost."""
         return self.world.rank == 0 or self.membership is not None
 
     def current_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint that was reported last, or the one that the function started from."""
+        """Return the last reported checkpoint, or the checkpoint that the function started from."""
         self._await_upload()
         if self._is_newest_stored:
-            self.mailbox.await_request()  # the driver asks again once it has committed the checkpoint
+            self.mailbox.await_request()  # the next request means that the driver has committed the checkpoint
         return self._newest
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
@@ -102,7 +102,7 @@ class FitSession(Session):
         return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Ask the driver, once the last checkpoint is stored, and return its answer."""
+        """Ask the driver once the last checkpoint is stored, and return its answer."""
         self._await_upload()
         return super().ask(name, data)
 
@@ -110,7 +110,7 @@ class FitSession(Session):
         """Send metrics, optionally with a checkpoint.
 
         Raises:
-            TypeError: `checkpoint` is no `Checkpoint`.
+            TypeError: `checkpoint` is not a `Checkpoint`.
         """
         metrics = without_tensors(metrics)
         check_checkpoint(checkpoint)
@@ -119,7 +119,7 @@ class FitSession(Session):
         options = options or UploadOptions()
         self._await_upload()
         self.iteration += 1
-        # Only reports of rank 0 are written down.
+        # Only rank 0's reports are written to files.
         data = self._packed(self._spec.encode({**metrics, **self._details()})) if self._may_be_first else None
         if checkpoint is None:
             self._send_metrics(data)
@@ -127,7 +127,7 @@ class FitSession(Session):
             self._send_with(checkpoint, data, options)
 
     def _send_with(self, checkpoint: Any, data: Any, options: UploadOptions) -> None:
-        """Store a checkpoint of files, in the background if requested, or send the content of another checkpoint."""
+        """Store a checkpoint folder, in the background if requested. Otherwise, send the checkpoint's content."""
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] not in _TRAVELS and self.facts.keeps_files:
             if options.is_async:
@@ -141,13 +141,13 @@ class FitSession(Session):
         self._delete_local(checkpoint, options)
 
     def _await_upload(self) -> None:
-        """Wait for a checkpoint that is stored in the background, and raise its error if storing it failed."""
+        """Wait for a checkpoint that is being stored in the background. If storing failed, raise the error."""
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.result()
 
     def _delete_local(self, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Delete the local folder of a checkpoint if the function asked for that, but not a checkpoint of the run."""
+        """Delete a checkpoint's local folder if the function requested it, unless it is inside the run's folder."""
         kind, place = checkpoint.get_internal_representation()
         if options.deletes and kind == "local_path" and not self._is_of_trial(Path(place)):
             shutil.rmtree(place, ignore_errors=True)
@@ -157,7 +157,7 @@ class FitSession(Session):
         return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
 
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Put a folder where the driver finds it, together with those of other ranks, and send the metrics."""
+        """Store a folder where the driver finds it, together with the folders of other ranks, and send the metrics."""
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:
@@ -166,18 +166,18 @@ class FitSession(Session):
         self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
 
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
-        """Store a folder and send the metrics. Rank 0 does so at once, others once they know which names are taken."""
+        """Store a folder and send the metrics. Ranks other than 0 first wait to learn which file names are taken."""
         ref = CheckpointRef(files=names_in(source))
         if self.world.rank == 0:
             if self.membership is not None and self.membership.place.number:
-                target.delete()  # left by a lost rank that stored files under this number, without a checkpoint
+                target.delete()  # left by a lost rank that stored files under this number without a checkpoint
             target.upload(source)
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
         else:
             self._announce(data, ref, lambda taken: target.upload(source, taken))
 
     def dataset_shard(self, name: str | None) -> Any:
-        """Return this worker's part of a dataset; see `get_dataset_shard`."""
+        """Return this worker's shard of a dataset; see `get_dataset_shard`."""
         shards = self.shard or {}
         if name is not None:
             if name not in shards:
@@ -189,7 +189,7 @@ class FitSession(Session):
         return self._part_of(next(iter(shards.values()), None))
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise an error: a function of `fit` saves with its reports.
+        """Raise an error, because a function of `fit` saves checkpoints with its reports.
 
         Raises:
             SessionMisuseError: Always.
@@ -200,7 +200,7 @@ class FitSession(Session):
         )
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Raise an error: a function of `fit` calls `get_checkpoint`.
+        """Raise an error, because a function of `fit` calls `get_checkpoint` instead.
 
         Raises:
             SessionMisuseError: Always.
@@ -212,19 +212,19 @@ class FitSession(Session):
 
 
 def names_in(folder: Path) -> tuple[str, ...]:
-    """Return the relative names of all files in a folder and its subfolders, with slashes."""
+    """Return the relative names of all files in a folder and its subfolders, with forward slashes."""
     found = (Path(above, name) for above, _, names in os.walk(folder, followlinks=True) for name in names)
     return tuple(path.relative_to(folder).as_posix() for path in found)
 
 
 def _metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the metadata of a checkpoint, as an entry of the dict that is sent."""
+    """Return a checkpoint's metadata as an entry for the dict to send."""
     metadata = checkpoint.get_metadata()
     return {METADATA_KEY: metadata} if metadata else {}
 
 
 def checkpoint_at(folder: Folder) -> Checkpoint:
-    """Return the checkpoint in a folder, local or remote."""
+    """Return the checkpoint in a local or remote folder."""
     if folder.is_local:
         return Checkpoint(str(folder.local_path))
     return Checkpoint(folder.path, folder.filesystem)
@@ -240,7 +240,7 @@ def check_checkpoint(checkpoint: Any) -> None:
     """Check the checkpoint that a function reports.
 
     Raises:
-        TypeError: It is no `Checkpoint`.
+        TypeError: `checkpoint` is neither a `Checkpoint` nor None.
     """
     if checkpoint is None or isinstance(checkpoint, Checkpoint):
         return
@@ -249,9 +249,9 @@ def check_checkpoint(checkpoint: Any) -> None:
 
 
 def without_tensors(metrics: Any, place: str = "metrics") -> Any:
-    """Return metrics without tensors, which may be on a device that the driver does not have.
+    """Return metrics without tensors, because a tensor may be on a device that the driver does not have.
 
-    A tensor with one element becomes a number, any other a copy on the CPU.
+    A one-element tensor becomes a number. Any other tensor becomes a copy on the CPU.
     """
     if isinstance(metrics, Mapping):
         return {key: without_tensors(value, f"{place}[{key!r}]") for key, value in metrics.items()}
@@ -271,7 +271,7 @@ def without_tensors(metrics: Any, place: str = "metrics") -> Any:
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Return True if a value can be sent without running code of a user's class, as pickling may.
+    """Return True if a value can be sent without running code of a user's class, which pickling may do.
 
     >>> is_plain({"loss": [0.5, None]}), is_plain(object()), is_plain([object()])
     (True, False, False)
@@ -287,7 +287,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 
 @contextmanager
 def _working_in(workdir: str | None) -> Iterator[None]:
-    """Make a folder the working directory of this process for a while."""
+    """Make a folder the working directory of this process inside the context."""
     if workdir is None:
         yield
         return
@@ -302,10 +302,10 @@ def _working_in(workdir: str | None) -> Iterator[None]:
 
 
 class SessionForRay:
-    """The session that `ray.tune.report` and `ray.tune.get_checkpoint` find, connected to this run.
+    """The session that `ray.tune.report` and `ray.tune.get_checkpoint` find. It forwards to this run.
 
     Args:
-        session: The session of the run.
+        session: The run's session.
     """
 
     def __init__(self, session: FitSession) -> None:
@@ -344,7 +344,7 @@ def _seen_by_ray(session: FitSession) -> Iterator[None]:
 
 @contextmanager
 def _errors_for_calls_of_ray() -> Iterator[None]:
-    """Turn the warning of Ray's session functions that they do nothing here into an error."""
+    """Raise an error where Ray's session functions would only warn that they do nothing here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{_MISUSE}", UserWarning)
         yield

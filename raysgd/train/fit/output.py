@@ -1,10 +1,10 @@
-"""The output of a run while it runs: the files of its trial, their copies in the storage, and lines on the screen.
+"""A run's output while it runs: the files of its trial, their copies in the storage, and lines in the terminal.
 
-The files, `result.json`, `progress.csv`, TensorBoard's, `params.json`, `error.txt`, have the names and content of those
-of Ray Tune. Each report is on disk when its call returns; only TensorBoard's file follows within seconds. A driver that
-is killed loses at most the report that it was writing.
+The files are `result.json`, `progress.csv`, `params.json`, `error.txt` and TensorBoard's. They have the same names and
+content as Ray Tune's files. Each report is on disk when its call returns; only TensorBoard's file follows within
+seconds. A driver that is killed loses at most the report that it was writing.
 
-With remote storage, a thread of the driver copies the files there while the run goes on.
+With remote storage, a thread of the driver copies the files there during the run.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ PARAMS_PICKLE_FILE = "params.pkl"
 
 _NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
 _UPLOAD_EVERY_S = 5.0
-_LARGEST_VALUE = 10_000  # bytes: each report contains the config
+_LARGEST_VALUE = 10_000  # bytes; a limit, because each report contains the config
 _MOST_ENTRIES = 1_000
 
 
 def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[str] = ()) -> list[SafeSink]:
-    """Open the files of a trial to append to them.
+    """Open a trial's files for appending.
 
     Args:
-        folder: The folder of the trial.
-        config: The config of the trial, which each line of `result.json` contains.
-        replaced: Names of Ray Tune's loggers that the user passed. These write the files instead.
+        folder: The trial's folder.
+        config: The trial's config, which each line of `result.json` contains.
+        replaced: Names of Ray Tune's loggers that the user passed. They write the files instead.
 
     Raises:
         OSError: The folder is not writable.
@@ -68,7 +68,7 @@ def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[s
 
 
 def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
-    """Yield the writers of the files, each with the name of Ray Tune's logger that writes the same file."""
+    """Yield the writers of the files, each with the name of Ray Tune's logger for the same file."""
     results = JsonLines(RESULT_FILE, {"config": config}, strict=False)  # programs read the numbers back
     yield JSON_LOGGER, SafeSink(results, RESULT_FILE, hidden=("config",))
     yield CSV_LOGGER, SafeSink(CsvTable(PROGRESS_FILE), PROGRESS_FILE, hidden=("config",))
@@ -79,7 +79,7 @@ def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
 
 
 def write_params(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the config as JSON, for people, and as a pickle, for programs."""
+    """Write the config as JSON for people and as a pickle for programs."""
     (folder / PARAMS_FILE).write_text(as_json(config, indent=2), encoding="utf-8")
     content = _pickled(dict(config), "the config", PARAMS_PICKLE_FILE)
     if content is not None:
@@ -90,9 +90,9 @@ def write_error(folder: Path, error: BaseException, number: int) -> None:
     """Append an error to `error.txt`, and replace `error.pkl` if the error can be pickled.
 
     Args:
-        folder: The folder of the trial.
+        folder: The trial's folder.
         error: The error that ended a run or an attempt.
-        number: Number of this failure in the run; the first is 1.
+        number: Number of this failure in the run, starting at 1.
     """
     date = time.strftime("%Y-%m-%d_%H-%M-%S")
     text = masked("".join(traceback.format_exception(type(error), error, error.__traceback__)))
@@ -107,7 +107,7 @@ def write_error(folder: Path, error: BaseException, number: int) -> None:
 
 
 def _pickled(value: Any, shown: str, file: str) -> bytes | None:
-    """Return a value as a pickle, or warn and return None if it cannot be pickled."""
+    """Return a value as a pickle. If it cannot be pickled, log a warning and return None."""
     content, reason = pickled(value)
     if content is None:
         logger.warning("no %s: %s cannot be pickled: %s", file, shown, reason)
@@ -115,7 +115,7 @@ def _pickled(value: Any, shown: str, file: str) -> bytes | None:
 
 
 def pickled(value: Any) -> tuple[bytes | None, str]:
-    """Return a value as a pickle and an empty text, or None and the reason why it cannot be pickled."""
+    """Return a value as a pickle and an empty string, or None and the reason why it cannot be pickled."""
     from ray import cloudpickle
 
     try:
@@ -125,17 +125,17 @@ def pickled(value: Any) -> tuple[bytes | None, str]:
 
 
 def attempt(what: str, work: Callable[[], object]) -> None:
-    """Run a chore, and log a warning that names it if it fails."""
+    """Run a task. If it fails, log a warning that describes the task with `what`."""
     with failure_logged(logger.warning, "could not %s: %r", what):
         work()
 
 
 class Logs:
-    """Copies the logs of a trial to its folder, unless they are written there directly.
+    """Copies a trial's logs to its folder, unless they are written there directly.
 
     Args:
-        folder: The folders of the run.
-        chores: The thread that copies them.
+        folder: The run's folders.
+        chores: The thread that copies the logs.
     """
 
     def __init__(self, folder: TrialFolder, chores: ThreadPoolExecutor) -> None:
@@ -145,14 +145,14 @@ class Logs:
         self._running: Future[None] | None = None
 
     def fetch(self) -> None:
-        """Fetch the logs of the run that this one continues, to append to them."""
+        """Fetch the logs of the run that this run continues, to append to them."""
         if not self._folder.is_local and not self._folder.is_new:
             for name in self._folder.trial.names():
                 if self._folder.trial.has(name):
                     (self._folder.local_path / name).write_bytes(self._folder.trial.read(name))
 
     def upload_soon(self) -> None:
-        """Copy the logs in the background, every few seconds."""
+        """Copy the logs in the background, at most once every few seconds."""
         if self._folder.is_local or time.monotonic() - self._last < _UPLOAD_EVERY_S:
             return
         if self._running is None or self._running.done():
@@ -160,7 +160,7 @@ class Logs:
             self._running = self._chores.submit(attempt, f"copy the logs to {self._folder.trial}", self._upload)
 
     def upload_all(self) -> None:
-        """Copy the logs now, then delete the local ones. If copying fails they stay, and the log says where."""
+        """Copy the logs now, then delete the local copies. If copying fails, keep them and log their path."""
         if self._folder.is_local:
             return
         try:
@@ -173,12 +173,12 @@ class Logs:
             self._folder.remove_staging()
 
     def remove(self, name: str) -> None:
-        """Delete one of the logs."""
+        """Delete a log file."""
         (self._folder.local_path / name).unlink(missing_ok=True)
         self._folder.trial.remove(name)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename one of the logs, if it exists."""
+        """Rename a log file if it exists."""
         path = self._folder.local_path / name
         if path.exists():
             shutil.copyfile(path, path.with_name(new_name))
@@ -189,7 +189,7 @@ class Logs:
 
 
 def shown_config(config: Mapping[str, Any]) -> Any:
-    """Return a config for use in each report, with long values shortened and keys and passwords masked.
+    """Return a config for use in each report. Long values are shortened, and keys and passwords are masked.
 
     >>> shown_config({"data": "s3://id:secret@bucket/a", "lr": 0.1, "words": bytes(1_000_000)})
     {'data': 's3://***@bucket/a', 'lr': 0.1, 'words': '(bytes: 1,000,... bytes)'}
@@ -207,7 +207,7 @@ def _shortened(value: Any) -> Any:
 
 
 def _size_of(value: Any) -> int:
-    """Return the number of bytes of a pickled value; 0 for numbers and values that cannot be pickled."""
+    """Return the size of a value's pickle in bytes; 0 for numbers and values that cannot be pickled."""
     return 0 if isinstance(value, bool | int | float | None) else len(pickled(value)[0] or b"")
 
 
@@ -215,10 +215,10 @@ def _size_of(value: Any) -> int:
 
 
 class ConsoleReporter:
-    """A callback that prints what happens in a run: `RunConfig(verbose=...)`.
+    """A callback that prints the events of a run: `RunConfig(verbose=...)`.
 
     Args:
-        verbose: 1 for the folder of the run and its end, 2 also for attempts and checkpoints, 3 also for each report.
+        verbose: 1 prints the run's folder and its end, 2 also attempts and checkpoints, 3 also each report.
     """
 
     def __init__(self, verbose: int) -> None:

@@ -1,7 +1,7 @@
-"""`Recorder`: writes down a run of `fit()` in the driver, and makes its `Result`.
+"""`Recorder`: records a run of `fit()` in the driver and creates its `Result`.
 
-A report is in `result.json` before any callback sees it. The folder of the trial holds everything that a new process
-needs to continue the run: see `raysgd.train.fit.restore`.
+A report is in `result.json` before any callback receives it. The trial's folder contains everything that a new process
+needs to continue the run; see `raysgd.train.fit.restore`.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ _ALLOWED = (
 
 
 class Recorder:
-    """Writes down a run. All methods are called in the driver, in one thread.
+    """Records a run. All methods are called in the driver, in one thread.
 
     Args:
-        folder: The folders of the run.
-        config: The config of the trial: `{"train_loop_config": ...}`.
+        folder: The run's folders.
+        config: The trial's config: `{"train_loop_config": ...}`.
         run_config: The user's `RunConfig`.
 
     Attributes:
-        returned: Return value of the function on rank 0, if it is plain data.
+        returned: The function's return value on rank 0, if it is plain data.
 
     Raises:
-        TypeError: Something in `run_config` has the wrong type.
-        ValueError: Something in `run_config` has a wrong value.
+        TypeError: A value in `run_config` has the wrong type.
+        ValueError: A value in `run_config` is invalid.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Recorder:
     # ---------------------------------------------------------------------------------------------------------- the run
 
     def begin_attempt(self) -> None:
-        """Begin an attempt, the first one or one after a failure.
+        """Start the first attempt, or another attempt after a failure.
 
         Raises:
             CallbackError: A callback failed.
-            OSError: The folder cannot be written to.
+            OSError: The folder is not writable.
         """
         if not self._is_open:
             self._open()
@@ -114,11 +114,11 @@ class Recorder:
         self._trial.status = FitTrialView.RUNNING
 
     def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """Write down a report.
+        """Write a report.
 
         Args:
-            metrics: The metrics of rank 0.
-            checkpoint: The checkpoint that was reported with them, already in the trial's folder.
+            metrics: Rank 0's metrics.
+            checkpoint: The checkpoint that was reported with the metrics, already in the trial's folder.
 
         Returns:
             True if a stop condition ends the run here.
@@ -143,11 +143,11 @@ class Recorder:
         return bool(result[DONE])
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Show callbacks the events of the workers."""
+        """Pass the workers' events to the callbacks."""
         self._callbacks.watch(events)
 
     def fail(self, error: BaseException) -> None:
-        """Record that an attempt failed, with its error in `error.txt`."""
+        """Record a failed attempt, with its error in `error.txt`."""
         if not self._is_open:
             self._open()
         self._last_failure = error
@@ -156,13 +156,13 @@ class Recorder:
         self._logs.upload_soon()
 
     def end_run(self, error: BaseException | None = None) -> Result:
-        """End the record, and close everything even if some of it fails.
+        """Finish recording. Close everything, even if closing part of it fails.
 
         Args:
             error: The error that ended the run; None if it succeeded.
 
         Raises:
-            CallbackError: A callback failed, and the run itself did not.
+            CallbackError: A callback failed, but the run itself did not.
         """
         if error is not None and error is not self._last_failure:
             self.fail(error)
@@ -211,7 +211,7 @@ class Recorder:
         experiment = self._folder.experiment
         if not experiment.has(CALLBACK_STATES_FILE):
             return
-        words = "the callbacks start without their former state (%s): %r"  # damaged, or of another class
+        words = "the callbacks start without their former state (%s): %r"  # damaged, or saved by another class
         with failure_logged(logger.warning, words, CALLBACK_STATES_FILE):
             self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
 
@@ -227,7 +227,7 @@ class Recorder:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
             if not has_failed:
-                last_first.callback(self._forget_errors)  # after the last copy of the logs has ended
+                last_first.callback(self._forget_errors)  # after the last copy of the logs has finished
             last_first.callback(self._chores.shutdown)
             if not has_failed:
                 last_first.callback(self._checkpoints.move_to_memory)
@@ -236,13 +236,13 @@ class Recorder:
         self._writers = []
 
     def _forget_errors(self) -> None:
-        """Rename `error.txt` after a run that succeeded in the end."""
+        """Rename `error.txt` after a run that eventually succeeded."""
         if not self._folder.is_new or self._trial.num_failures:
             self._logs.rename(ERROR_FILE, RECOVERED_ERROR_FILE)
             self._logs.remove(ERROR_PICKLE_FILE)
 
     def _note(self, status: str) -> None:
-        """Record for `restore` which trial is the last one of the experiment, and its status."""
+        """Record the experiment's last trial and its status for `restore`."""
         note = {"trial": self._folder.dir_name, "trainer": self._folder.trainer_name, "status": status}
         self._folder.experiment.write(RUN_FILE, json.dumps(note).encode())
 
@@ -258,7 +258,7 @@ class Recorder:
 
 
 def _console(run_config: RunConfig) -> list[ConsoleReporter]:
-    """Return the callback that prints the run, if any."""
+    """Return the callback that prints the run, if printing is enabled."""
     if run_config.progress_reporter is not None:
         logger.warning("`progress_reporter` shows the trials of a `Tuner`; to print this run, pass `verbose=3`")
     if run_config.log_to_file:
@@ -267,16 +267,16 @@ def _console(run_config: RunConfig) -> list[ConsoleReporter]:
 
 
 class KeptCheckpoints:
-    """Keeps the best checkpoints and the newest one, and deletes the others.
+    """Retains the best checkpoints and the newest checkpoint, and deletes all others.
 
     Args:
-        folder: The folders of the run.
-        config: Rule that decides which checkpoints are kept.
+        folder: The run's folders.
+        config: Rule that determines which checkpoints to retain.
         chores: The thread that deletes checkpoints.
 
     Attributes:
-        latest: The newest checkpoint; None before the first one.
-        report: The report of that checkpoint, after which the run continues.
+        latest: The newest checkpoint; None before the first checkpoint.
+        report: The report of the newest checkpoint, after which the run continues.
     """
 
     def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: ThreadPoolExecutor) -> None:
@@ -292,7 +292,7 @@ class KeptCheckpoints:
         self.report: Mapping[str, Any] = {}
 
     def take_over(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the checkpoints and reports of the run that this one continues."""
+        """Load the checkpoints and reports of the run that this run continues."""
         by_name = by_checkpoint(reports)
         for name in self._folder.checkpoint_names():
             self.keep(Checkpoint(self._folder.trial / name), by_name.get(name, {}))
@@ -301,7 +301,7 @@ class KeptCheckpoints:
             self.report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
 
     def keep(self, checkpoint: Checkpoint, metrics: Mapping[str, Any]) -> None:
-        """Add a new checkpoint, and delete the ones that are no longer kept."""
+        """Add a new checkpoint, and delete checkpoints that are no longer retained."""
         name = name_of(checkpoint)
         number = (checkpoint_index(name) if name is not None else None) or self._next
         self._next = number + 1
@@ -313,11 +313,11 @@ class KeptCheckpoints:
 
     @property
     def best(self) -> list[Kept]:
-        """The kept checkpoints, including the newest, with the metrics of their reports, from worst to best."""
+        """The retained checkpoints, including the newest, with the metrics of their reports, from worst to best."""
         return [each.content for each in replace(self._rule, num_best=None).best(self._saved)]
 
     def move_to_memory(self) -> None:
-        """After a run that succeeded, move the latest checkpoint into memory if none is to stay on disk."""
+        """After a successful run, move the latest checkpoint to memory if no checkpoint should stay on disk."""
         if self._keeps_none and self.latest is not None and name_of(self.latest) is not None:
             self.latest = Checkpoint.from_dict(self.latest.to_dict())
             for each in self._saved:
@@ -352,21 +352,21 @@ def name_of(checkpoint: Checkpoint) -> str | None:
 
 
 def number_of(checkpoint: Checkpoint) -> int:
-    """Return the number of a checkpoint in its run, from the name of its folder or its content; 0 if it has none."""
+    """Return a checkpoint's number in its run, from its folder name or its content. Return 0 if it has no number."""
     name = name_of(checkpoint)
     number: Any = checkpoint.to_dict().get(TUNE_CHECKPOINT_ID) if name is None else checkpoint_index(name)
     return number if is_integer(number) and number >= 0 else 0
 
 
 Stop = Callable[[str, Mapping[str, Any]], bool]
-"""A stop condition: returns True to end the run, given the id of the trial and the metrics of a report."""
+"""A stop condition. Receives the trial's ID and the metrics of a report, and returns True to end the run."""
 
 
 def make_stop(stop: Any) -> Stop:
-    """Turn the `stop` of a `RunConfig` into one condition.
+    """Convert the `stop` of a `RunConfig` to a single condition.
 
     Raises:
-        TypeError: It has a wrong type.
+        TypeError: `stop` has the wrong type.
         ValueError: A limit is not a number, or the function cannot be called with two arguments.
     """
     if stop is None:

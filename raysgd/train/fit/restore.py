@@ -1,7 +1,7 @@
 """Continues a run in a new process: `trainer.pkl`, `can_restore` and `restore`.
 
-`fit` writes the class of the trainer and its arguments into the experiment's folder. Of datasets only the names are
-saved, because the data can be large or belong to a cluster that is gone.
+`fit` writes the trainer's class and arguments to the experiment's folder. Of the datasets, only the names are saved,
+because the data may be large or belong to a cluster that no longer exists.
 
 Loading `trainer.pkl` runs code, as with any pickle. Restore only from folders that you trust.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 TRAINER_FILE = "trainer.pkl"
 SWEEP_FILE = "swept_trainer.pkl"
-"""The `trainer.pkl` of a Tune sweep, which is continued by `Tuner.restore`, not by the trainer."""
+"""The `trainer.pkl` of a Tune sweep. Only `Tuner.restore` can continue it, not the trainer's `restore`."""
 _RUN_CONFIG_EXTRAS = ("callbacks", "progress_reporter", "stop")
 
 
@@ -39,9 +39,9 @@ class RestoredRun:
     """The run that a restored trainer continues.
 
     Attributes:
-        experiment: The folder of the experiment.
-        folder: The folders of the trial; None if the run had not begun.
-        is_finished: True if it succeeded, so that `fit` returns its result without running anything.
+        experiment: The experiment's folder.
+        folder: The trial's folders; None if the run had not started.
+        is_finished: True if the run succeeded, so that `fit` returns its result without running anything.
     """
 
     experiment: Folder
@@ -51,7 +51,7 @@ class RestoredRun:
 
 @dataclass(frozen=True)
 class _CheckpointAt:
-    """Replaces a checkpoint, which would bring all its content, or the keys of its store, into `trainer.pkl`."""
+    """Replaces a checkpoint, which would add its whole content or its store's keys to `trainer.pkl`."""
 
     path: str
 
@@ -61,7 +61,7 @@ class _CheckpointAt:
 
 @dataclass(frozen=True)
 class _WithoutSecrets:
-    """A config whose keys and passwords are replaced by `***`, so the user must pass it again to `restore`."""
+    """A config whose keys and passwords are replaced by `***`. The user must pass the config to `restore` again."""
 
     shown: Any
 
@@ -72,11 +72,11 @@ class _WithoutSecrets:
 def save_trainer(
     experiment: Folder, trainer_class: type, arguments: Mapping[str, Any], file: str = TRAINER_FILE
 ) -> None:
-    """Write the file for `restore` into the folder of an experiment.
+    """Write the file for `restore` to an experiment's folder.
 
     Args:
         experiment: The folder.
-        trainer_class: The class of the trainer.
+        trainer_class: The trainer's class.
         arguments: The arguments of its constructor.
         file: The name of the file.
     """
@@ -106,7 +106,7 @@ def _for_later(name: str, value: Any) -> Any:
 
 
 def _without_place(run_config: RunConfig) -> RunConfig:
-    """Remove the storage from the config, since its URI or file system may contain keys; `restore` gets it again."""
+    """Remove the storage from the config, since its URI or file system may contain keys. `restore` gets it again."""
     sync_config = replace(run_config.sync_config, upload_dir=None)
     return replace(run_config, storage_path=None, storage_filesystem=None, sync_config=sync_config)
 
@@ -128,7 +128,7 @@ def can_restore(path: str | Path, storage_filesystem: Any = None) -> bool:
     """Return True if this folder contains a run that `restore` can continue.
 
     Args:
-        path: The folder of the experiment, or its URI.
+        path: The experiment's folder, or its URI.
         storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
     Raises:
@@ -145,21 +145,21 @@ def restore(
     saved_as: str = TRAINER_FILE,
     **replaced: Any,
 ) -> tuple[Any, RestoredRun]:
-    """Create the trainer of a run again, or that of a sweep.
+    """Recreate the trainer of a run or of a Tune sweep.
 
     Args:
         trainer_class: The class that `restore` was called on; None for the saved class.
-        path: The folder of the experiment, or its URI.
+        path: The experiment's folder, or its URI.
         storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
         saved_as: The file that the trainer was saved in.
-        **replaced: Arguments to use instead of the saved ones; None for the saved one.
+        **replaced: Arguments to use instead of the saved arguments. None leaves an argument unchanged.
 
     Returns:
         The trainer, and the run that its `fit` continues.
 
     Raises:
-        ValueError: There is no run, its file is damaged, the names of the datasets differ, or `trainer_class` cannot
-            be created with these arguments.
+        ValueError: The folder contains no run, its file is damaged, the names of the datasets differ, or
+            `trainer_class` cannot be created with these arguments.
         StorageError: The storage cannot be reached.
     """
     experiment = open_folder(path, storage_filesystem)
@@ -189,7 +189,7 @@ def _load(experiment: Folder, path: str | Path, file: str) -> tuple[type, dict[s
 
 
 def _better_place(path: str | Path) -> str:
-    """Return a hint if `path` is the folder of a trial, of a checkpoint, or the one above the run."""
+    """Return a hint if `path` is the folder of a trial or a checkpoint, or the folder above the run."""
     place = Path(str(path)).expanduser()
     near = [*place.parents[:2], *sorted(found.parent for found in place.glob(f"*/{TRAINER_FILE}"))]
     for folder in near:
@@ -199,7 +199,7 @@ def _better_place(path: str | Path) -> str:
 
 
 def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the saved arguments with new ones.
+    """Merge the saved arguments with new arguments.
 
     Raises:
         ValueError: The names of the datasets differ, or a config with secrets was not passed again.
@@ -222,7 +222,7 @@ def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict
 
 
 def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Open the checkpoints among the arguments. Leave out those that are gone or need a key."""
+    """Open the checkpoints among the arguments. Omit checkpoints that no longer exist or that need a key."""
     found = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, _CheckpointAt):
@@ -234,7 +234,7 @@ def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def at_place(run_config: RunConfig | None, path: str | Path, filesystem: Any) -> RunConfig:
-    """Return the config of a run with its current folder, which may have been moved."""
+    """Return a run's config with its current folder, which may have been moved."""
     name, above = open_folder(path, filesystem).name, _above(str(path))
     return replace(run_config or RunConfig(), name=name, storage_path=above, storage_filesystem=filesystem)
 
@@ -274,7 +274,7 @@ def _name_of(trainer_class: type) -> tuple[str, str]:
 
 
 def _run_in(experiment: Folder) -> RestoredRun:
-    """Return the last run of an experiment. If its record is damaged, a new run is started."""
+    """Return an experiment's last run. If its record is damaged, a new run starts."""
     if not experiment.has(RUN_FILE):
         return RestoredRun(experiment, None, is_finished=False)
     try:

@@ -1,4 +1,4 @@
-"""Hugging Face in functions that `fit` runs, under the same name as in Ray."""
+"""Hugging Face in functions that `fit` runs, under the same module name as in Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` in a function that `fit` runs: reports with each save, and batches from Ray Data."""
+"""`transformers.Trainer` in a function that `fit` runs: a report with every save, and batches from Ray Data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RayTrainReportCallback(transformers.TrainerCallback):
     CHECKPOINT_NAME = "checkpoint"
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report on all ranks. The first rank of each node adds the files that the ranks of this node have written."""
+        """Report on all ranks. The first rank on each node adds the files that the ranks on that node have written."""
         metrics = {name: value for logged in state.log_history for name, value in logged.items()}
         source = transformers.trainer_utils.get_last_checkpoint(args.output_dir) if session.local_rank() == 0 else None
         with tempfile.TemporaryDirectory(prefix="raysgd-transformers-") as folder:
@@ -35,7 +35,7 @@ class RayTrainReportCallback(transformers.TrainerCallback):
 
 
 class _Batches(IterableDataset[Any]):
-    """An iterable dataset over batches that Ray Data has already made."""
+    """An iterable dataset over batches that Ray Data has already formed."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -45,15 +45,15 @@ class _Batches(IterableDataset[Any]):
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Let a `transformers.Trainer` use batches of Ray Data, `shard.iter_torch_batches(...)`, as its datasets.
+    """Let a `transformers.Trainer` use Ray Data batches, `shard.iter_torch_batches(...)`, as its datasets.
 
     Returns:
-        The same trainer, with a subclass of its own class.
+        The same trainer. Its class is replaced by a subclass.
     """
     base: Any = type(trainer)
 
     class RayTransformersTrainer(base):
-        """The user's trainer, with loaders over batches of Ray Data."""
+        """The user's trainer, with loaders over Ray Data batches."""
 
         def get_train_dataloader(self) -> Any:
             found = _loader_of(self.train_dataset)
@@ -68,6 +68,6 @@ def prepare_trainer(trainer: Any) -> Any:
 
 
 def _loader_of(data: Any) -> DataLoader[Any] | None:
-    """Return a loader over ready-made batches, or None for a dataset, which the trainer divides into batches."""
+    """Return a loader over ready-made batches, or None for a dataset, which the trainer splits into batches itself."""
     is_dataset = isinstance(data, Dataset) or hasattr(data, "__getitem__") or not isinstance(data, Iterable)
     return None if is_dataset else DataLoader(_Batches(data), batch_size=None)

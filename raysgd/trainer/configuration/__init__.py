@@ -1,1 +1,1 @@
-"""What users configure of a trainer: options of batches, placement, recovery, and the settings that workers get."""
+"""What users configure on a trainer: batch options, placement, recovery, and the settings that workers receive."""

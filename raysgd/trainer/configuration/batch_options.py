@@ -1,4 +1,4 @@
-"""Options for global batches: frozen, plain, and checked when they are created."""
+"""Options for global batches: immutable values that are checked on creation."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from raysgd.trainer.configuration.batching import check_global_size, config_for_
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The size of the global batch, and how it is divided.
+    """The size of the global batch, and how it is split among workers.
 
     Attributes:
-        split_batches: False: each worker's batch has the size of its loader, so the global batch grows with the number
-            of workers. True: the global batch has the size of the loader, whatever the number of workers.
+        split_batches: False: each worker's batch has the loader's batch size, so the global batch grows with the number
+            of workers. True: the global batch has the loader's batch size for any number of workers.
         micro_batch_size: Maximum number of samples of a constant global batch that a worker processes at once.
-        deterministic: True if a global batch is divided into logical shards, so that its gradient is bitwise equal on
+        deterministic: True to split each global batch into logical shards, so that its gradient is bitwise identical on
             any number of workers.
-        num_shards: Number of these shards: the trainer's initial number of workers.
+        num_shards: Number of logical shards, which is the trainer's initial number of workers.
 
     Raises:
-        ValueError: A value is unknown, or two of them contradict each other.
+        ValueError: A value is invalid, or two values contradict each other.
         InvalidCountError: A count is out of range.
     """
 
@@ -39,7 +39,7 @@ class BatchOptions:
             count = check_count(
                 "micro_batch_size", self.micro_batch_size, "It is what fits into the memory of one worker."
             )
-            object.__setattr__(self, "micro_batch_size", count)  # a Python integer, even if it was NumPy's
+            object.__setattr__(self, "micro_batch_size", count)  # a Python integer, even if a NumPy integer was passed
             if not self.is_global:
                 raise ValueError(
                     f"`micro_batch_size={count}` divides a constant global batch only: pass "
@@ -50,47 +50,48 @@ class BatchOptions:
 
     @property
     def is_global(self) -> bool:
-        """True if raysgd divides global batches of a fixed size."""
+        """True if raysgd splits global batches of a fixed size."""
         return self.split_batches or self.deterministic
 
     @property
     def global_option(self) -> str:
-        """The option that makes raysgd divide global batches, as users write it; empty if none does."""
+        """The option that makes raysgd split global batches, as users write it; empty if no such option is set."""
         if self.split_batches:
             return "`split_batches=True`"
         return "`deterministic=True`" if self.deterministic else ""
 
     def global_size(self, size: Any, num_workers: int) -> int:
-        """Return the number of samples in a step with the batch size `size` on so many workers."""
+        """Return the number of samples in a step with batch size `size` on `num_workers` workers."""
         if self.split_batches:
             return check_global_size(size)
         num_parts = self.num_shards if self.deterministic else num_workers
         return split_batch_size(size, num_parts) * num_parts
 
     def of_worker(self, size: Any, num_workers: int) -> Any:
-        """Return how many samples a worker processes at once for a batch size in its config."""
+        """Return how many samples a worker processes at once, given the batch size in its config."""
         if not self.split_batches or not is_integer(size):
             return size
         return min(-(-size // num_workers), self.micro_batch_size or size)
 
     def refuse_with(self, obstacles: Iterable[tuple[bool, str, str]]) -> None:
-        """Check that workers can divide a constant global batch, if they have to.
+        """Check that nothing prevents workers from splitting a constant global batch, if these options require it.
 
         Args:
-            obstacles: Tuples of a flag that is True if the obstacle applies, the argument that causes it, and advice.
+            obstacles: Tuples of a flag (True if the obstacle applies), the argument that causes the obstacle, and
+                advice.
 
         Raises:
-            ValueError: One of the obstacles applies.
+            ValueError: An obstacle applies.
         """
         for applies, what, way_out in obstacles:
             if self.is_global and applies:
                 raise ValueError(f"{self.global_option} cannot work with {what}: {way_out}.")
 
     def config_for(self, config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
-        """Return the config for an operator, one of so many.
+        """Return the config for one operator in a group of `num_workers`.
 
         Raises:
-            ValueError: The batch size in it is invalid, or cannot be divided.
+            ValueError: The config's batch size is invalid or cannot be split.
         """
         if not self.split_batches:
             return config_for_worker(config, self.num_shards if self.deterministic else num_workers)

@@ -1,8 +1,8 @@
-"""Division of a global batch size over a group of workers.
+"""Splits a global batch size over a group of workers.
 
-The user sets one batch size for the whole group, and each worker gets an equal part. Everything here is computed from
+The user sets one batch size for the whole group, and each worker gets an equal part. All results are computed from
 the requested value, so a group that shrinks from 4 to 3 workers and grows back to 4 loses nothing to rounding. The
-functions are pure: they change no config and log nothing.
+functions are pure: they do not change the config or log anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def split_batch_size(requested: int, num_workers: int) -> int:
     """Return each worker's part of a global batch size, rounded down.
 
     Args:
-        requested: Samples per step over all workers. Any integer type, such as NumPy's from a search algorithm.
+        requested: Samples per step over all workers. Any integer type, such as a NumPy integer from a search algorithm.
         num_workers: Size of the group, at least 1.
 
     Raises:
@@ -42,7 +42,7 @@ def split_batch_size(requested: int, num_workers: int) -> int:
 
 
 def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
-    """Describe the size of a step that depends on the number of workers, and the option that would fix it.
+    """Describe the size of a step that depends on the number of workers, and the option that would make it constant.
 
     Examples:
         >>> global_batch_in_words(2, 32, can_be_constant=True)
@@ -54,13 +54,13 @@ def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bo
 
 
 def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
-    """Return a copy of the user's config in which the global batch size is replaced by one worker's part.
+    """Return a copy of the user's config with the global batch size replaced by one worker's part.
 
-    Only the key `raysgd.utils.BATCH_SIZE` is changed, if it is there; a plain `"batch_size"` is already that of one
-    worker. The copy is shallow: its values are the user's objects.
+    Only the key `raysgd.utils.BATCH_SIZE` is changed, if present. A plain `"batch_size"` is already the batch size of
+    one worker. The copy is shallow: its values are the user's objects.
 
     Raises:
-        ValueError: The batch size cannot be divided over this many workers; see `split_batch_size`.
+        ValueError: The batch size cannot be split over this many workers; see `split_batch_size`.
 
     Examples:
         >>> config_for_worker({"*batch_size": 64, "lr": 0.1}, num_workers=4)
@@ -72,9 +72,9 @@ def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, 
 
 
 def check_global_size(requested: Any) -> int:
-    """Check a batch size, and return it as a Python integer.
+    """Check a batch size and return it as a Python integer.
 
     Raises:
-        ValueError: It is not an integer, or below 1.
+        ValueError: The batch size is not an integer or is below 1.
     """
     return check_count(f"config[{BATCH_SIZE!r}]", requested, _PLAIN)

@@ -1,4 +1,4 @@
-"""The placement of workers and their environment, as users specify them."""
+"""Workers' placement and environment, as users specify them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _STRATEGIES = ("PACK", "SPREAD")
 
 @dataclass(frozen=True)
 class Placement:
-    """Needs of workers besides CPUs and GPUs, and their placement. The trainers' docstrings explain each field.
+    """Workers' placement and their resources besides CPUs and GPUs. The trainers' docstrings explain each field.
 
     Raises:
-        ValueError, TypeError: A value is not allowed.
+        ValueError, TypeError: A value is invalid.
     """
 
     resources_per_worker: Mapping[str, float] | None = None
@@ -55,15 +55,15 @@ class Placement:
 
     @property
     def custom(self) -> dict[str, float]:
-        """Resources of a worker besides CPUs and GPUs, in Ray's form."""
+        """A worker's resources besides CPUs and GPUs, in the dict format that Ray expects."""
         return {**(self.resources_per_worker or {}), **checks.accelerator(self.accelerator_type)}
 
     def resources(self, num_cpus: float, num_gpus: float) -> Resources:
-        """Return all resources and the environment of a worker."""
+        """Return a worker's resources and environment."""
         return Resources(num_cpus, num_gpus, self.custom, dict(self.runtime_env or {}), dict(self.labels or {}))
 
     def packs(self, by_default: bool) -> bool:
-        """Return True if workers are placed on as few nodes as possible; `by_default` decides if the user does not.
+        """Return True if workers are packed on as few nodes as possible. `by_default` decides if no strategy is set.
 
         >>> Placement().packs(True), Placement().packs(False), Placement(placement_strategy="PACK").packs(False)
         (True, False, True)

@@ -1,7 +1,7 @@
-"""Settings that both class-based trainers accept: checked once, when they are created, and passed on unchanged.
+"""Settings that both class-based trainers accept. They are checked once, on creation, and passed on unchanged.
 
-A front end adds its own options in a subclass of `ReplicaSettings`. A new option needs changes in three places: the
-signature and docstring of the trainer, a field with its check here or in the subclass, and the code that uses it.
+A front end adds its own options in a subclass of `ReplicaSettings`. A new option requires changes in three places: the
+trainer's signature and docstring, a field with its check here or in the subclass, and the code that uses the option.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STREAMS_NEED = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """The number of workers, their resources, and rules for failures.
+    """The number of workers, their resources, and how to handle failures.
 
     The front ends' docstrings explain each field.
 
     Raises:
-        ValueError, TypeError: A value is not allowed.
+        ValueError, TypeError: A value is invalid.
         InvalidCountError: A count is out of range.
     """
 
@@ -72,15 +72,18 @@ class GroupSettings:
 
     @property
     def is_driver_only(self) -> bool:
-        """True if the only worker is the driver itself."""
+        """True if the driver is the only worker."""
         return self.use_local and self.num_workers == 1
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
-        """Check that spare workers could replace lost ones, if there are any.
+        """Check that spare workers, if requested, would be able to replace lost workers.
 
         Args:
-            obstacles: Tuples of a flag that is True if the obstacle applies, and the argument that causes it.
-            way_out: Arguments that work with spares.
+            obstacles: Tuples of a flag (True if the obstacle applies) and the argument that causes the obstacle.
+            way_out: Arguments that do work with spares.
+
+        Raises:
+            ValueError: Spares are requested, but an obstacle applies.
         """
         own = ((self.is_driver_only, "`use_local=True`"), (not self.recovery.in_place, "`Recovery(in_place=False)`"))
         for applies, what in (*own, *obstacles):
@@ -93,20 +96,20 @@ class GroupSettings:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """The settings from which every replica is made. A front end adds fields.
+    """The settings from which every replica is built. Front ends add fields in subclasses.
 
     Attributes:
         training_operator_cls: The operator class.
-        config: The operator's config. `BATCH_SIZE` in it is the batch size of all workers together.
+        config: The operator's config. Its `BATCH_SIZE` is the batch size of all workers together.
         use_gpu: True if each worker has GPUs.
-        recovery: Rules for failures.
-        batch_options: Size of the global batch, and how it is divided.
-        revision: Number of times that operators were created again, by `reload` or `reset_config`.
-        config_changes: For each later `update_config`, the former values of the entries.
-        callbacks_revision: Number of times that the callbacks in the workers were replaced.
+        recovery: How to handle failures.
+        batch_options: Size of the global batch, and how it is split among workers.
+        revision: Number of times that `reload` or `reset_config` has recreated the operators.
+        config_changes: One dict per `update_config` since then, with the previous values of the changed entries.
+        callbacks_revision: Number of times that the workers' callbacks were replaced.
 
     Raises:
-        ValueError: A value is not allowed.
+        ValueError: A value is invalid.
     """
 
     training_operator_cls: type[Any]
@@ -120,7 +123,7 @@ class ReplicaSettings:
     callbacks_revision: int = 0
 
     def after(self: SettingsT, num_changes: int) -> SettingsT:
-        """Return the settings as they were after so many changes of the config; 0 for those of `setup`."""
+        """Return the settings after the first `num_changes` config changes; 0 for those that `setup` received."""
         if num_changes >= len(self.config_changes):
             return self
         config = checks.with_entries(self.config)
@@ -129,11 +132,11 @@ class ReplicaSettings:
         return replace(self, config=config, config_changes=self.config_changes[:num_changes])
 
     def follow(self, others: ReplicaSettings) -> bool:
-        """Return True if an operator made from `others` only needs later config changes to match these settings."""
+        """Return True if an operator built from `others` needs only later config changes to match these settings."""
         return self.revision == others.revision and len(self.config_changes) >= len(others.config_changes)
 
     def config_for(self, num_workers: int) -> dict[str, Any]:
-        """Return the config for the operator, one of so many."""
+        """Return the config for one operator in a group of `num_workers`."""
         return self.batch_options.config_for(self.config, num_workers)
 
     @property
@@ -143,13 +146,13 @@ class ReplicaSettings:
 
     @property
     def obstacle_of_streams(self) -> str | None:
-        """The reason why these settings do not work with a stream; None if they do."""
+        """Reason why these settings do not work with a stream; None if they do."""
         return None if self.batch_options.is_global else STREAMS_NEED
 
 
 @dataclass
 class ReplicaMaker:
-    """Makes the replicas of a trainer, from its settings at the time.
+    """Creates a trainer's replicas from its current settings.
 
     Attributes:
         runner_cls: Class of the replicas.

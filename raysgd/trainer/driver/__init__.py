@@ -1,1 +1,1 @@
-"""The driver side of class-based trainers: calls, the loop over epochs, predictions, saves."""
+"""The driver side of class-based trainers: calls, the loop over epochs, predictions, checkpoints."""

@@ -30,7 +30,7 @@ from raysgd.core.numbers.meters import NUM_SAMPLES, MetricSummary
 from raysgd.core.numbers.results import CallProgress, ProgressKind, as_number, merge
 from raysgd.exceptions import OnFailure
 from raysgd.trainer.configuration.settings import ReplicaSettings
-from raysgd.trainer.driver.sharing import DataSharing, Requests
+from raysgd.trainer.driver.shared_data import DataSharing, Requests
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
@@ -307,7 +307,7 @@ class EpochCalls:
             on_wait=self.listeners.on_wait if leaves is None or is_held else partial(self._break_off_where, leaves),
             resume=None if not can_resume else runner.resume_epoch if begun is None else runner.go_on_left,
             check=check_all,
-            parted=difference,
+            divergence=difference,
             is_short=True,
             is_repeatable=dataset is None,
             leaves=leaves if is_held else None,

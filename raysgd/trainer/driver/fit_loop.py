@@ -125,7 +125,7 @@ class TrainedEpoch:
 
 @dataclass(frozen=True)
 class TrainerPort:
-    """Everything that `Fit` can use of a trainer. The trainer makes one for each run and provides the functions.
+    """Everything that `FitRun` can use of a trainer. The trainer makes one for each run and provides the functions.
 
     Attributes:
         new_run: Makes the `Run` that callbacks get.
@@ -174,7 +174,7 @@ class TrainerPort:
     kept: FitProgress | None
 
 
-class Fit:
+class FitRun:
     """One call of `fit` or `epochs`.
 
     Args:

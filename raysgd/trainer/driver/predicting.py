@@ -1,7 +1,7 @@
-"""`predict` in the driver: deals batches to the workers in rounds, and returns the outputs in the order of the rows.
+"""`predict` in the driver: distributes batches to the workers in rounds, and returns the outputs in row order.
 
-A round is a call that changes nothing. If a worker dies in it, the round is divided over the other workers and
-repeated, so no row is lost or doubled. ADR 79 says why there are rounds.
+A round is a call without side effects. If a worker dies during a round, the round is redistributed over the other
+workers and repeated, so no row is lost or duplicated. ADR 79 explains why there are rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raysgd.core.engine.shared.types import World
 from raysgd.core.numbers.results import CallProgress
 from raysgd.trainer.configuration.settings import ReplicaSettings
 from raysgd.trainer.driver.calls import ProgressListeners
-from raysgd.trainer.driver.sharing import placed_once
+from raysgd.trainer.driver.shared_data import placed_once
 from raysgd.trainer.messages.prediction import PredictRequest
 from raysgd.trainer.messages.prediction_data import DEFAULT_BATCH_SIZE, PredictionSource
 
@@ -32,20 +32,20 @@ _LARGE_BYTES = 2**16
 
 
 def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
-    """Return the number of rows in a batch of one worker, according to the config."""
+    """Return the number of rows in one worker's batch according to the config."""
     options = settings.batch_options
     config = options.config_for(settings.config, num_workers)
     return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
 
 
 def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> int:
-    """Return how many batches each worker gets next: enough for few rounds, but no more than fits in memory.
+    """Return how many batches each worker gets next: enough to need few rounds, but not more than fits in memory.
 
     Args:
         size: Batches per worker in the last round.
-        seconds: How long the last round took.
-        num_bytes: Bytes of its inputs and outputs.
-        num_batches: Batches in it, over all workers.
+        seconds: Duration of the last round.
+        num_bytes: Bytes of inputs and outputs in the last round.
+        num_batches: Batches in the last round, over all workers.
         num_workers: Number of workers.
     """
     wanted = size * 2 if seconds < _SHORT_S else size // 2 if seconds > _LONG_S else size
@@ -58,12 +58,12 @@ class PredictionRounds:
 
     Args:
         controller: Runs calls on the workers.
-        predict: Method of the replicas that predicts.
+        predict: The replicas' method that predicts.
         source: Source of the batches.
         info: Values to pass to the operator.
-        has_target: Whether batches that are tuples end with a target; None decides by the data.
+        has_target: Whether tuple batches end with a target; None to decide by the data.
         max_retries: How many times to repeat a round after a failure.
-        place: Stores a value for a rank, and returns what to send.
+        place: Stores a value for a rank and returns the argument to send.
         listeners: Listeners for the progress.
     """
 
@@ -88,7 +88,7 @@ class PredictionRounds:
         self._worlds: Sequence[World] = ()
 
     def outputs(self) -> Iterator[Any]:
-        """Yield the output for each batch, in order."""
+        """Yield the output for each batch, in batch order."""
         try:
             while pieces := self._source.draw(self._round_size * self._controller.num_workers):
                 yield from self._round(pieces)
@@ -112,7 +112,7 @@ class PredictionRounds:
         self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
 
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return a request for each rank. A new group also gets the data that all ranks share."""
+        """Return a request for each rank. A new group also receives the data that all ranks need."""
         is_new, self._worlds = worlds is not self._worlds, worlds
         has_share = is_new and self._source.share is not None  # stored once for all ranks
         shares = placed_once(self._place, [self._source.share] * len(worlds)) if has_share else None
@@ -132,7 +132,7 @@ class PredictionRounds:
 
 
 def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:
-    """Divide pieces into consecutive parts, one for each worker, as evenly as possible.
+    """Divide pieces into consecutive parts, one per worker, as evenly as possible.
 
     Examples:
         >>> dealt([1, 2, 3, 4, 5], 3)

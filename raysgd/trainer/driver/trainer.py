@@ -53,11 +53,11 @@ from raysgd.trainer.configuration.batching import global_batch_in_words
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
 from raysgd.trainer.driver.calls import EpochCalls, ProgressListeners, Validation, asked
-from raysgd.trainer.driver.controlling import make_controller
-from raysgd.trainer.driver.fit_loop import Fit, FitOptions, FitProgress, NoteProgress, TrainerPort
-from raysgd.trainer.driver.keeping import FileSaves, KeptTrainer
+from raysgd.trainer.driver.fit_loop import FitOptions, FitProgress, FitRun, NoteProgress, TrainerPort
+from raysgd.trainer.driver.make_controller import make_controller
 from raysgd.trainer.driver.predicting import PredictionRounds, usual_batch_size
-from raysgd.trainer.driver.sharing import DataSharing, place_share
+from raysgd.trainer.driver.saving import FileSaves, KeptTrainer
+from raysgd.trainer.driver.shared_data import DataSharing, place_share
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, merged
@@ -694,7 +694,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             settings=lambda: self._settings,
             kept=kept,
         )
-        fit = Fit(port, options)
+        fit = FitRun(port, options)
         rows = fit.epochs()
         self._running_fit = weakref.ref(rows)
         return fit.history, rows

@@ -1,9 +1,9 @@
-"""One trial of Ray Tune, whatever trains in it.
+"""One trial of Ray Tune, independent of the front end that trains in it.
 
 Only this module knows which methods Ray Tune calls, in which order, and what they must return. Front ends implement
-`TuneTrial`, or derive from the class of `trainer_trainable`. `ray.tune` is imported inside functions.
+`TuneTrial`, or derive from the class that `trainer_trainable` returns. `ray.tune` is imported inside functions.
 
-ADR 72 says why there is one module for all front ends.
+ADR 72 explains why all front ends use one module.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class TrialStepResult:
     """The result of one step of a trial.
 
     Attributes:
-        metrics: The reported metrics; None if there are no new ones.
-        has_checkpoint: True if there is a checkpoint that Tune does not have yet, so that Tune asks for it. None leaves
-            the choice to Tune.
+        metrics: The reported metrics; None if there is nothing new to report.
+        has_checkpoint: True if a new checkpoint exists that Tune should save. None leaves the decision to Tune.
         is_last: True if the trial is over.
     """
 
@@ -48,10 +47,10 @@ class TrialInfo:
     """The name, folder and resources of a trial.
 
     Attributes:
-        logdir: Its folder on the node where it runs.
-        name: Its name in Tune; None outside of Tune.
-        identity: Its id in Tune; None outside of Tune.
-        resources: Resources that Tune reserved for it; None outside of Tune.
+        logdir: The trial's folder on the node where it runs.
+        name: The trial's name in Tune; None outside Tune.
+        identity: The trial's ID in Tune; None outside Tune.
+        resources: Resources that Tune reserved for the trial; None outside Tune.
     """
 
     logdir: Path
@@ -61,26 +60,26 @@ class TrialInfo:
 
 
 class TuneTrial(Protocol):
-    """Training that runs as a trial. All methods run in the process of the trial, one after the other."""
+    """Training that runs as a trial. All methods run in the trial's process, one at a time."""
 
     def step(self) -> TrialStepResult:
-        """Train until there is something to report, or until the end."""
+        """Train until there is a result to report, or until training ends."""
 
     def save(self, folder: Path) -> None:
-        """Write everything that `load` needs into a folder."""
+        """Write everything that `load` needs to a folder."""
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, in this process or another one."""
+        """Continue from the files that `save` wrote, in this process or another process."""
 
     def end(self) -> None:
-        """Free all resources. A second call does nothing."""
+        """Release all resources. A second call does nothing."""
 
 
 def require_tune(purpose: str) -> Any:
     """Return the module `ray.tune`.
 
     Args:
-        purpose: What needs it, for the error.
+        purpose: What needs Tune, for the error message.
 
     Raises:
         MissingTuneError: Ray Tune or one of its dependencies is not installed.
@@ -92,7 +91,7 @@ def require_tune(purpose: str) -> Any:
 
 
 def reservation(bundles: Bundles, strategy: str = "PACK") -> Any:
-    """Return the resources of a trial in the form that Tune needs. The first bundle is for the trial itself."""
+    """Return a trial's resources in the format that Tune expects. The first bundle is for the trial itself."""
     return require_tune("a trial").PlacementGroupFactory([dict(bundle) for bundle in bundles], strategy=strategy)
 
 
@@ -107,11 +106,11 @@ def make_trainable(
     """Return a class for `tune.Tuner` or `tune.run`.
 
     Args:
-        make_trial: Makes the trial, in the process of the trial. It must pickle.
-        bundles_of: Returns the resources for a config: one bundle for the trial itself, then one for each worker.
-        name: Name of the class, which Tune shows.
+        make_trial: Creates the trial, in the trial's process. It must be picklable.
+        bundles_of: Returns the resources for a config: one bundle for the trial itself, then one per worker.
+        name: Name of the class, which Tune displays.
         strategy: How to place the bundles.
-        purpose: What needs Tune, for the error.
+        purpose: What needs Tune, for the error message.
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
@@ -129,7 +128,7 @@ def make_trainable(
         return {**(reported.metrics or last or {}), **flags, names.DONE: True}
 
     class TrialTrainable(tune.Trainable):  # type: ignore[name-defined]
-        """One trial."""
+        """Adapts a `TuneTrial` to the interface that Ray Tune calls."""
 
         _last: dict[str, Any] | None = None
 
@@ -149,7 +148,7 @@ def make_trainable(
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
             self._last = None
-            self._trial.end()  # the next trial keeps nothing of this one
+            self._trial.end()  # the next trial inherits nothing from this trial
             self.setup(new_config)
             return True
 
@@ -161,7 +160,7 @@ def make_trainable(
             return reservation(bundles_of(dict(config)), strategy)
 
         def __repr__(self) -> str:
-            return name  # names the actor in the log
+            return name  # this names the actor in the log
 
     TrialTrainable.__name__ = TrialTrainable.__qualname__ = name
     return TrialTrainable
@@ -175,7 +174,7 @@ def _info_of(trainable: Any) -> TrialInfo:
 
 @functools.cache
 def trainer_trainable(purpose: str) -> type[Any]:
-    """Return the base of `BaseTorchTrainable` and `TFTrainable`, which runs a class-based trainer as a trial.
+    """Return the base class of `BaseTorchTrainable` and `TFTrainable`, which runs a class-based trainer as a trial.
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
@@ -183,7 +182,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
     tune = require_tune(purpose)
 
     class TrainerTrainable(tune.Trainable):  # type: ignore[name-defined]
-        """One trial. A subclass makes the trainer, and trains and validates for an epoch in each step."""
+        """One trial. A subclass creates the trainer. Each step trains and validates for one epoch."""
 
         _checkpoint_name: ClassVar[str]
         _trainer: Any = None
@@ -195,12 +194,12 @@ def trainer_trainable(purpose: str) -> type[Any]:
             )
 
         def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
-            """Give the trainer another config and new operators. Return False if that needs a new trainer."""
+            """Give the trainer a new config and new operators. Return False if this requires a new trainer."""
             return False
 
         @property
         def trainer(self) -> Any:
-            """The trainer of this trial."""
+            """This trial's trainer."""
             return self._trainer
 
         def setup(self, config: dict[str, Any]) -> None:
@@ -208,23 +207,23 @@ def trainer_trainable(purpose: str) -> type[Any]:
             self._trainer = self._create_trainer(dict(config))
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            """Use the workers for another trial, in the same processes if possible."""
+            """Reuse the workers for another trial, in the same processes if possible."""
             if not self._reset_trainer(dict(new_config)):
                 self.cleanup()
                 self.setup(new_config)
             return True
 
         def save_checkpoint(self, checkpoint_dir: str) -> str:
-            """Write the state into the folder, and return the folder for Ray Tune."""
+            """Write the state to the folder, and return the folder for Ray Tune."""
             self._trainer.save(str(Path(checkpoint_dir, self._checkpoint_name)))
             write_config(Path(checkpoint_dir), self.config)
             return checkpoint_dir
 
         def load_checkpoint(self, checkpoint: str) -> None:
-            """Load what `save_checkpoint` wrote, from the folder or the file.
+            """Load the checkpoint that `save_checkpoint` wrote, from the folder or the file.
 
-            If it was saved with another config, optimizers use the values of this config. If you have state outside of
-            the trainer, override this method and `save_checkpoint`.
+            If it was saved with another config, the optimizers use the values of the current config. If you have state
+            outside the trainer, override this method and `save_checkpoint`.
             """
             path = Path(checkpoint)
             self._trainer.load(str(path / self._checkpoint_name if path.is_dir() else path))
@@ -232,7 +231,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
                 self._trainer._follow_config()
 
         def cleanup(self) -> None:
-            """End the workers."""
+            """Shut down the workers."""
             trainer, self._trainer = self._trainer, None
             if trainer is not None:
                 trainer.shutdown()
@@ -241,12 +240,12 @@ def trainer_trainable(purpose: str) -> type[Any]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the values of a config beside a checkpoint."""
+    """Write the values of a config next to a checkpoint."""
     (folder / _CONFIG_FILE).write_text(json.dumps(_comparable(config)), encoding="utf-8")
 
 
 def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Return True if a checkpoint was written with another config. If it holds no config, return False."""
+    """Return True if a checkpoint was written with another config. Return False if no config is stored with it."""
     try:
         noted = json.loads((folder / _CONFIG_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -255,7 +254,7 @@ def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _comparable(value: Any) -> Any:
-    """Return data to compare values by, also after JSON. Objects that pickle differently count as different."""
+    """Return a form of a value that compares equal after a JSON round trip. Objects are compared by their pickles."""
     if isinstance(value, Mapping):
         return {str(key): _comparable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -270,7 +269,7 @@ def _comparable(value: Any) -> Any:
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two dicts. Dicts under the same name are merged, too; for other values, the second one counts."""
+    """Merge two dicts recursively. Unless both values under a key are dicts, the second value takes precedence."""
     result = dict(first)
     for name, value in second.items():
         before = result.get(name)

@@ -1,4 +1,4 @@
-"""Facts about a replica that was set up."""
+"""Facts about a replica after its setup."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class RunnerFacts:
     Attributes:
         num_models: Number of registered models.
         num_optimizers: Number of registered optimizers.
-        seed: This rank's seed for the order of the data.
-        train_data: Properties of the train data that must be equal on all ranks; None if it is not divided.
+        seed: This rank's seed for the data order.
+        train_data: Properties of the train data that must be identical on all ranks; None if the data is not sharded.
         validation_data: The corresponding properties of the validation data.
-        keeps_own_state: True if the operator has its own state, which evaluation may change.
-        epoch_obstacle: Reason why an epoch can only start over; None if it can continue.
-        ray_batches: Registered Ray Data, which the driver divides; reported by rank 0 for all ranks.
-        has_validation: True if there is validation data, or a user's `validate`, which may not need any.
+        keeps_own_state: True if the operator has custom state, which evaluation may change.
+        epoch_obstacle: Reason why an interrupted epoch has to start over; None if it can continue.
+        ray_batches: Registered Ray Data, which the driver divides. Rank 0 reports it for all ranks.
+        has_validation: True if validation data is registered, or if the user overrides `validate`, which may not
+            need data.
         keeps_global_batch: True if the global batch does not depend on the number of workers.
         batch_size: Number of samples in a batch of one worker's train loader; None if unknown.
     """

@@ -1,4 +1,4 @@
-"""The work in a training call that must be equal on all ranks, and how unequal ranks are found. No I/O."""
+"""The work in a training call that must be identical on all ranks, and the check that finds deviating ranks. No I/O."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from raysgd.core.text.log_lines import named
 
 @dataclass(frozen=True)
 class JointWork:
-    """The work of one rank in a call.
+    """One rank's work in a call: the actions, such as all-reduces, that all ranks must take in the same order.
 
     Attributes:
-        counts: Number of times that each action was done.
-        marks: Running hashes, before the first action or after each of the last ones, of all actions up to there.
-        is_over: True if its call has ended.
-        number: Number of the call in its group.
+        counts: Number of times that each action was taken.
+        marks: Running hashes of the sequence of actions. The last hash covers all actions so far, and each earlier
+            hash covers one action less.
+        is_over: True if the call has ended.
+        number: Number of the call within its group.
     """
 
     counts: Mapping[str, int]
@@ -28,11 +29,11 @@ class JointWork:
 
     @property
     def num(self) -> int:
-        """Number of actions."""
+        """Total number of actions."""
         return sum(self.counts.values())
 
     def can_become(self, other: JointWork) -> bool:
-        """Return True if a rank may still reach the work of another one, which has done as much or more."""
+        """Return True if this rank can still match the work of `other`, which has done at least as much."""
         num_behind = other.num - self.num
         if self.is_over and num_behind:
             return False
@@ -40,11 +41,11 @@ class JointWork:
 
 
 def difference(told: Mapping[int, Any]) -> str:
-    """Describe how the work of ranks differs; return an empty text if it can still become equal.
+    """Describe how the work differs between ranks. Return an empty string if it can still become identical.
 
     Args:
-        told: Heartbeats, answers and failures, by rank. Those without `joint_work` are ignored, and so are those of an
-            earlier call: that rank has not begun this one.
+        told: Heartbeats, answers and failures, by rank. Entries without `joint_work` are ignored. So are entries from
+            an earlier call, because their ranks have not started this call yet.
     """
     found = {rank: work for rank, each in told.items() if (work := getattr(each, "joint_work", None)) is not None}
     newest = max((work.number for work in found.values()), default=0)

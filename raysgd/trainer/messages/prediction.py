@@ -1,4 +1,4 @@
-"""One round of `predict` in a replica: the request, and the output for each batch."""
+"""One round of `predict` in a replica: the request, and the outputs by batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from raysgd.core.arrays.ray_batches import BatchForm
 from raysgd.trainer.messages.epochs import bind_batch_info
 
 AsBatch = Callable[[Any, BatchForm], Any]
-"""Converts arrays to a batch of the framework."""
+"""Converts arrays to a batch in the framework's format."""
 
 HAS_TARGET = "has_target"
-"""Key in `batch_info` of `predict_batch`: True if the last part of a tuple is a target."""
+"""Key in the `batch_info` of `predict_batch`: True if the last element of a tuple batch is a target."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class PredictRequest:
     """One round of a prediction, as one worker sees it.
 
     Attributes:
-        key: Name of the prediction, under which workers keep its data.
+        key: ID of the prediction, under which workers store its data.
         info: The caller's `info` for the operator.
-        has_target: True if batches that are tuples end with a target; None to decide by their length.
-        first_batch: Index, among all batches, of the first one of this worker.
-        num_done: Number of batches that all workers together did before the round.
+        has_target: True if tuple batches end with a target; None to decide by their length.
+        first_batch: Index of this worker's first batch among all batches of the prediction.
+        num_done: Number of batches that all workers together completed before the round.
         num_workers: Number of workers in the round.
-        total: Number of batches in all; None if unknown.
-        is_last: True if the workers can drop the data of the prediction afterwards.
+        total: Total number of batches; None if unknown.
+        is_last: True if the workers can discard the prediction's data after the round.
     """
 
     key: str
@@ -44,18 +44,18 @@ class PredictRequest:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches in the format of the data.
+    """Batches to predict, in the format of the data.
 
     Attributes:
         batches: The batches.
-        form: Conversion of arrays and dicts of columns; None for batches that are ready.
+        form: How to convert arrays and dicts of columns; None if the batches need no conversion.
     """
 
     batches: Sequence[Any]
     form: BatchForm | None = None
 
     def made(self, as_batch: AsBatch, num_rows_of: Callable[[Any], int]) -> Iterator[tuple[Any, int]]:
-        """Yield the batches, each with its number of rows."""
+        """Yield the converted batches, each with its number of rows."""
         for given in self.batches:
             batch = given if self.form is None else as_batch(given, self.form)
             yield batch, num_rows_of(batch)
@@ -63,7 +63,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a dataset that every worker has: a range of indices for each batch."""
+    """Rows of a dataset that every worker has: one range of indices per batch."""
 
     ranges: Sequence[range]
 
@@ -72,11 +72,11 @@ Work = Batches | Rows
 
 
 class PredictionPlace:
-    """The progress of a replica in a prediction; used in place of a stream.
+    """A replica's progress in a prediction. Stands in for a stream when progress is reported.
 
     Attributes:
-        source: None: there is no source that knows the number of batches.
-        num_steps_taken: Estimated number of batches that all workers have done.
+        source: Always None, because no source knows the number of batches.
+        num_steps_taken: Estimated number of batches that all workers together have completed.
     """
 
     def __init__(self, request: PredictRequest) -> None:
@@ -85,7 +85,7 @@ class PredictionPlace:
         self.num_steps_taken = request.num_done
 
     def note_batches(self, num_own: int) -> None:
-        """Note how many batches of the round this worker has done. The others are assumed to be equally far."""
+        """Record how many batches of the round this worker has completed. Assumes equal progress on other workers."""
         done, total = self._request.num_done + num_own * self._request.num_workers, self._request.total
         self.num_steps_taken = done if total is None else min(done, total)
 
@@ -97,17 +97,17 @@ def outputs_of(
     place: PredictionPlace,
     plain: Callable[..., Any],
 ) -> list[Any]:
-    """Return the output of the operator's `predict_batch` for each batch, as arrays.
+    """Return the output of the operator's `predict_batch` for each batch, converted to arrays.
 
     Args:
         operator: The operator.
         batches: This worker's batches, each with its number of rows.
-        request: The round.
+        request: The request for the round.
         place: Updated after each batch.
         plain: Converts a tensor to an array.
 
     Raises:
-        ValueError: An output does not have the rows of its batch.
+        ValueError: The number of rows in an output differs from its batch.
     """
     predict_batch, found = bind_batch_info(operator.predict_batch), []
     for number, (batch, num_rows) in enumerate(batches):
@@ -122,7 +122,7 @@ def outputs_of(
 
 
 def as_arrays(returned: Any, plain: Callable[[Any], Any]) -> Any:
-    """Convert tensors in tuples, dicts and lists to arrays. A list has an entry for each row."""
+    """Convert tensors in tuples, dicts and lists to arrays. A list has one entry per row."""
     if isinstance(returned, Mapping):
         return {name: as_arrays(part, plain) for name, part in returned.items() if part is not None}
     if isinstance(returned, tuple):
@@ -137,7 +137,7 @@ def check_rows(output: Any, num_rows: int, name: str) -> None:
     """Check that an output has one row for each row of its batch.
 
     Raises:
-        ValueError: It has another number of rows.
+        ValueError: The number of rows differs.
     """
     if not any(True for _ in trees.leaves(output)):
         raise ValueError(f"`{name}.predict_batch` returned {output!r}: return an output with a row for each row.")

@@ -1,4 +1,4 @@
-"""Sources of the batches to predict that need no framework: arrays, data frames, Ray Data and iterators."""
+"""Framework-independent sources of batches to predict: arrays, data frames, Ray Data and iterators."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DEFAULT_BATCH_SIZE = 32
 
 @dataclass
 class PredictionSource:
-    """Yields the batches of a prediction as pieces, one for each batch.
+    """Yields the pieces of a prediction, one per batch.
 
     Attributes:
-        pieces: The pieces, in the order of their rows.
+        pieces: The pieces, in row order.
         work: Converts consecutive pieces to work for a worker.
         nbytes: Returns the number of bytes to send for a piece.
         num_batches: Number of batches; None if unknown.
-        share: Data that every worker needs once; None for none.
-        has_target: True if batches that are tuples end with a target; None: if they have several parts.
+        share: Data that every worker needs once; None if there is no such data.
+        has_target: True if tuple batches end with a target; None to assume so for tuples with several elements.
     """
 
     pieces: Iterator[Any]
@@ -42,17 +42,17 @@ class PredictionSource:
     has_target: bool | None = None
 
     def draw(self, number: int) -> Sequence[Any]:
-        """Return at most so many of the next pieces; an empty list at the end."""
+        """Return up to `number` of the next pieces; an empty list at the end."""
         return list(islice(self.pieces, number))
 
     def close(self) -> None:
-        """Close the generator, if the pieces come from one."""
+        """Close the generator if the pieces come from a generator."""
         if hasattr(self.pieces, "close"):
             self.pieces.close()
 
 
 def source_of_rows(num_rows: int, batch_size: int, share: Any) -> PredictionSource:
-    """Return a source of row numbers of a dataset that every worker gets."""
+    """Return a source of row indices into a dataset that every worker receives."""
     ranges = [range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)]
     return PredictionSource(iter(ranges), Rows, lambda piece: 0, len(ranges), share)
 
@@ -63,9 +63,9 @@ def source_of_batches(
     """Return a source of the batches of an iterable.
 
     Args:
-        batches: The batches, in the order of their rows.
+        batches: The batches, in row order.
         num_batches: Number of batches; None if unknown.
-        form: Conversion of arrays and dicts of columns; None for batches that are ready.
+        form: How to convert arrays and dicts of columns; None if the batches need no conversion.
     """
     return PredictionSource(iter(batches), partial(Batches, form=form), _bytes_of_batch, num_batches)
 
@@ -76,14 +76,14 @@ def _bytes_of_batch(batch: Any) -> int:
 
 def _rows(array: Any, start: int, stop: int) -> Any:
     part = array[start:stop]
-    return part.clone() if hasattr(part, "clone") else part  # pickling a tensor's slice would send the whole tensor
+    return part.clone() if hasattr(part, "clone") else part  # pickling a slice of a tensor would send the whole tensor
 
 
 def num_rows_of(arrays: Any) -> int:
     """Return the number of rows, which must be equal in all arrays.
 
     Raises:
-        ValueError: The numbers differ, or an array has no rows.
+        ValueError: The numbers of rows differ, or an array has no rows.
     """
     found = {name: trees.rows_of(leaf) for name, leaf in trees.leaves(arrays)}
     if len(set(found.values())) != 1 or None in found.values():
@@ -94,13 +94,13 @@ def num_rows_of(arrays: Any) -> int:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """Rules for making batches from rows.
+    """How to form batches from rows.
 
     Attributes:
-        batch_size: Batch size for data without its own.
-        has_size: True if the user passed the size to `predict`, so that it overrides that of the data.
+        batch_size: Batch size for data that does not specify a batch size.
+        has_size: True if the user passed the batch size to `predict`, so that it overrides the data's batch size.
         feature_columns: Columns that the user passed to `predict`.
-        leaf: Converts an array of the results for the user.
+        leaf: Converts an array of the results to the user's format.
     """
 
     batch_size: int
@@ -109,11 +109,11 @@ class BatchRequest:
     leaf: Callable[[Any], Any] = trees.own
 
     def size(self, own: int | None) -> int:
-        """Return the batch size for data whose own one is `own`."""
+        """Return the batch size for data that specifies the batch size `own`."""
         return self.batch_size if self.has_size or own is None else own
 
     def form(self, own: BatchForm = PLAIN_FORM) -> BatchForm:
-        """Return the columns for data whose own form is `own`. A label column is only kept for a transform."""
+        """Return the columns for data that specifies the form `own`. A label column is kept only for transforms."""
         if self.feature_columns is not None:
             return replace(PLAIN_FORM, feature_columns=self.feature_columns)
         return own if own.transform is not None else replace(own, label_column=None)
@@ -123,10 +123,10 @@ Found = tuple[PredictionSource, Container]
 
 
 def source_of(data: Any, asked: BatchRequest) -> Found | None:
-    """Return source and container for data that needs no framework, or None for other data.
+    """Return the source and the container for data that needs no framework, or None for other data.
 
     Raises:
-        TypeError, ValueError: The columns are invalid, or the data has none.
+        TypeError, ValueError: The columns are invalid, or the data has no columns.
     """
     kind = kind_of(data)
     if kind == "ray":
@@ -148,7 +148,7 @@ def _of_arrays(given: Any, asked: BatchRequest) -> Found:
         data = data if form.columns is None else _columns_of(data, form.columns)
     rows = as_arrays(data, in_columns=form.columns is not None)
     size = asked.size(arrays.batch_size)
-    starts = range(0, num_rows_of(rows), size) or [0]  # without rows, one empty batch shows what outputs look like
+    starts = range(0, num_rows_of(rows), size) or [0]  # without rows, one empty batch reveals the format of the outputs
 
     def batch_at(start: int) -> Any:
         return trees.mapped(rows, lambda array: _rows(array, start, start + size))

@@ -1,6 +1,6 @@
 """Replica calls: the functions that trainers in the driver run on replicas.
 
-They are in a separate module, because a worker imports the module of each function that it is sent.
+They have a module of their own because a worker imports the module of every function that it receives.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ def execute(replica: Any, fn: Callable[[], Any]) -> Any:
 
 
 def apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
-    """Call a user's function with the operator."""
+    """Call a user's function on the operator."""
     return fn(replica.operator)
 
 
 def epochs_done(replica: Any) -> int:
-    """Return the number of epochs in the state of this replica."""
+    """Return the number of completed epochs in this replica's state."""
     done: int = replica.epochs_done
     return done
 
 
 def global_step(replica: Any) -> int:
-    """Return how many batches this replica has trained on in all."""
+    """Return the total number of batches that this replica has trained on."""
     step: int = replica.operator.global_step
     return step
 

@@ -1,7 +1,8 @@
-"""Two numbers for each weight of a replica, to detect replicas that are no longer equal. No I/O.
+"""Two sums for each weight of a replica, to detect replicas that have drifted apart. No I/O.
 
-They are the sum and the sum of squares. Equal ranks may round differently, on other processors or with other numbers of
-threads; the tolerance allows for that. With `deterministic=True` the numbers are sums of the bits.
+They are the sum and the sum of squares. Ranks in sync may still round differently, on different processors or with
+different numbers of threads. The tolerance allows for that. With `deterministic=True`, the sums are taken over the
+bits.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 from raysgd.core.text.log_lines import named
 from raysgd.exceptions import RanksDifferError
 
-_TOLERANCE = 1e-4  # a hundred times the difference between ranks with different kernels after 8,000 steps
-_TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}  # by bytes of a number; the difference in bfloat16 was 0.14
+_TOLERANCE = 1e-4  # a hundred times the difference that different kernels cause between ranks after 8,000 steps
+_TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}  # by bytes per element; the difference in bfloat16 was 0.14
 _SMALLEST = 1e-3  # relative to the norm of all weights: a smaller weight may be noise around 0
-_SHARE = 0.005  # share of the time for comparisons; with those at snapshots it stays below 1 %
+_SHARE = 0.005  # fraction of the time spent on comparisons; with comparisons at snapshots it stays below 1 %
 _MOST_NAMES = 3
-_CHUNK = 1 << 16  # numbers that are converted at once, which takes half a megabyte
+_CHUNK = 1 << 16  # elements that are converted at once, which takes half a megabyte
 
 REASONS_OF_TORCH = (
     "gradients that bypass `DistributedDataParallel`, as with `self.model.module(...)` or `torch.autograd.grad` (call "
@@ -40,15 +41,15 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class WeightSums:
-    """The sums of a rank's weights.
+    """The sums of one rank's weights.
 
     Attributes:
-        names: Names of the weights and their models. Keras counts objects in each process, so names of the same weights
-            may differ between ranks.
+        names: Names of the weights and their models. Keras counts objects in each process, so the same weight may have
+            different names on different ranks.
         shapes: Shapes of the weights.
-        numbers: A row for each weight. Integers are compared exactly.
-        tolerances: Allowed difference of other numbers, relative to their size.
-        seconds: Time that it took to compute them.
+        numbers: The sums, one row per weight. Integers are compared exactly.
+        tolerances: Allowed relative difference of floating-point sums, by weight.
+        seconds: Time that computing the sums took.
     """
 
     names: tuple[str, ...]
@@ -59,28 +60,28 @@ class WeightSums:
 
 
 class ComparisonPace:
-    """Decides after which training calls without a snapshot ranks are compared: this takes 0.5 % of the time."""
+    """Decides after which training calls without a snapshot to compare ranks. Comparisons take 0.5 % of the time."""
 
     def __init__(self) -> None:
         self._cost_s = self._since_s = 0.0
 
     @property
     def is_due(self) -> bool:
-        """True if there is time for a comparison after the next call."""
+        """True if the time budget allows a comparison after the next call."""
         return self._cost_s <= _SHARE * self._since_s
 
     def note_call(self, seconds: float, costs_s: Sequence[float]) -> None:
-        """Note how long a call took, and how long the comparison after it took on each rank, if there was one."""
+        """Record the duration of a call and, if a comparison followed, its duration on each rank."""
         if costs_s:
             self._cost_s, self._since_s = max(costs_s), 0.0
         self._since_s += seconds
 
 
 def models_to_compare(models: Sequence[Any], compares_ranks: Any) -> list[tuple[int, Any]]:
-    """Return the registered models that the operator's `compares_ranks` selects, with their numbers.
+    """Return the registered models that the operator's `compares_ranks` selects, each with its number from 1.
 
     Raises:
-        ValueError: `compares_ranks` has another type.
+        ValueError: `compares_ranks` is neither a bool nor a sequence of registered models.
     """
     chosen = models if compares_ranks is True else () if compares_ranks is False else compares_ranks
     ids = {id(each) for each in chosen} if isinstance(chosen, tuple | list) else {0}
@@ -93,7 +94,7 @@ def models_to_compare(models: Sequence[Any], compares_ranks: Any) -> list[tuple[
 
 
 def tolerance_of(num_bytes: int) -> float:
-    """Return the allowed difference between ranks for weights whose numbers have this many bytes."""
+    """Return the allowed difference between ranks for weights with `num_bytes` bytes per element."""
     return _TOLERANCES_OF_SHORT.get(num_bytes, _TOLERANCE)
 
 
@@ -108,7 +109,7 @@ def sums_of_array(array: np.ndarray[Any, Any]) -> tuple[float, float]:
 
 
 def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: str = _WAY_OUT) -> None:
-    """Check that the weights of ranks are equal. If the sums of a rank are missing, nothing is compared.
+    """Check that the ranks' weights are in sync. If the sums of a rank are missing, nothing is compared.
 
     Args:
         told: The sums of each rank.
@@ -139,9 +140,9 @@ def _difference(sums: Mapping[int, WeightSums]) -> str:
 
 
 def _apart(one: WeightSums, other: WeightSums) -> Sequence[bool]:
-    """Return a flag for each weight: True if two ranks differ in it.
+    """Return a flag for each weight that is True if the two ranks differ in it.
 
-    Differences are relative to the norm of the weight, because its sum may be near 0 even if its numbers are not.
+    Differences are relative to the weight's norm, because its sum may be near 0 even if its elements are not.
     """
     these, those = one.numbers, other.numbers
     is_same = (these == those) | (np.isnan(these) & np.isnan(those))

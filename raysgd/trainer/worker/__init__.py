@@ -1,1 +1,1 @@
-"""One worker of a class-based trainer: hosts the operator and answers the driver's calls."""
+"""One worker of a class-based trainer. Hosts the operator and answers the driver's calls."""

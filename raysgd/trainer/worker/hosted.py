@@ -1,7 +1,7 @@
 """A hosted operator: the operator with its data, its loop, its state, and its place in a group.
 
-A replica hosts one operator at a time, and a new operator gets a new `Hosted`. Whatever belongs to the process, such as
-the record of its time, stays with the replica.
+A replica hosts one operator at a time, and a new operator gets a new `HostedOperator`. Whatever belongs to the process,
+such as the record of its time, stays with the replica.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums
 from raysgd.trainer.worker.data.epoch_run import EpochRun
-from raysgd.trainer.worker.data.feed import Feed
+from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.replica_state import ReplicaState
 
 
-class Hosted(ABC):
+class HostedOperator(ABC):
     """An operator with its data, loop and state. A subclass makes `operator`, `loop` and `state` in `build`.
 
     Args:
@@ -49,7 +49,7 @@ class Hosted(ABC):
     loop: Loop
     state: ReplicaState
 
-    def __init__(self, settings: Any, world: World, feed: Feed, ledger: Ledger) -> None:
+    def __init__(self, settings: Any, world: World, feed: DataFeed, ledger: Ledger) -> None:
         self.settings, self.world, self.feed = settings, world, feed
         self.operator = None
         self.loop = Loop(feed)

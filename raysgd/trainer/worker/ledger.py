@@ -1,9 +1,9 @@
-"""The goodput ledger of one replica: every second since it took its place belongs to one bin.
+"""The goodput ledger of one replica: assigns every second since the replica joined a group to one bin.
 
-Pure accounting with a clock, without a framework. The training loop says which bin begins, so a switch costs one
-reading of the clock. Two kinds of time get their bin only later. The time of a step moves to another bin if the step
-is interrupted. The time after an interrupted call is a recovery only if the replica continues in a new group; until
-then, it is in bins that are not shown.
+Plain accounting with a clock, independent of the framework. The training loop announces which bin starts, so a switch
+costs one reading of the clock. Two kinds of time are assigned late. The time of a step moves to another bin if the
+step is interrupted. The time after an interrupted call counts as recovery only if the replica continues in a new group.
+Until that is known, it stays in bins that are not reported.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from raysgd.core.engine.shared.time_spent import (
 from raysgd.exceptions import OnFailure
 
 BROKEN, LEFT = "(broken off)", "(group left)"
-"""Time since a call was interrupted, and since the group was left. It becomes a recovery, or the driver's time."""
+"""Time since a call was interrupted, and since the replica left the group. Later assigned to recovery or the driver."""
 
-_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}  # a failed exchange was waiting for a lost rank
+_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}  # a failed exchange waited for a lost rank
 
 ItemT = TypeVar("ItemT")
 
 
 class Ledger:
-    """Account of a replica's time.
+    """Accounts for a replica's time.
 
     Examples:
         >>> ledger = Ledger(clock=iter(range(20)).__next__)
@@ -78,9 +78,9 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ bins
 
     def enter(self, name: str) -> str:
-        """Switch to this bin and return the previous one."""
+        """Switch to the bin `name` and return the previous bin."""
         with self._lock:
-            now = self._clock()  # under the lock: a reading must not be older than the start of the bin that it sees
+            now = self._clock()  # under the lock, so that the reading is never older than the start of the current bin
             before, self._bin = self._bin, name
             self._seconds[before] += now - self._since
             self._since = now
@@ -95,14 +95,14 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ a training call
 
     def begin_call(self) -> None:
-        """Begin a new call. If an earlier call was interrupted, the time since then is the driver's, not a recovery."""
+        """Start a new call. If an earlier call was interrupted, the time since then is the driver's, not recovery."""
         self._settle(DRIVER, DRIVER)
         self.enter(OTHER)
         self._at_call = self._shown()
 
     @contextmanager
     def call(self, first: str = OTHER) -> Iterator[None]:
-        """Account for a training call, or a part of one, inside the context."""
+        """Account for a training call, or part of one, inside the context."""
         self.enter(first)
         with OnFailure(self._break_off):
             yield
@@ -110,11 +110,11 @@ class Ledger:
         self.enter(OTHER)
 
     def end_call(self) -> None:
-        """End the call: its answer is complete."""
+        """End the call, because its answer is complete."""
         self.enter(DRIVER)
 
     def timing(self, batches: Iterator[ItemT]) -> Iterator[ItemT]:
-        """Yield the batches. Drawing one counts as waiting for data, the time until the next is drawn as a step."""
+        """Yield the batches. Drawing a batch counts as waiting for data, the time until the next draw as a step."""
         self.enter(DATA)
         for batch in batches:
             self.enter(USEFUL)
@@ -123,34 +123,34 @@ class Ledger:
         self.enter(OTHER)
 
     def commit(self) -> None:
-        """Complete the step: its time counts."""
+        """Complete the step, so that its time counts as useful."""
         if self._bin in _UNDONE_AS:
             self.enter(self._bin)
         self._complete = self._seconds.copy()
 
     def _break_off(self) -> None:
-        """Interrupt the step: its time moves to other bins, because it will be repeated."""
+        """Interrupt the step. Its time moves to other bins, because the step will be repeated."""
         self.enter(BROKEN)
         for name, target in _UNDONE_AS.items():
             self._move(name, target, self._seconds[name] - self._complete[name])
 
     def exchanging(self, group: Any) -> AbstractContextManager[None]:
-        """Account for an exchange with the other ranks inside the context.
+        """Account for communication with the other ranks inside the context.
 
         Args:
-            group: The group of the exchange. Its `waited_s` counts the seconds that this rank waited for others.
+            group: The communicating group. Its `waited_s` counts the seconds that this rank waited for other ranks.
         """
         return _Exchange(self, group)
 
     def begin_exchange(self) -> bool:
-        """Begin an exchange. Return True if it belongs to a step; then `end_exchange` must follow."""
+        """Start an exchange. Return True if it belongs to a step; `end_exchange` must then follow."""
         if self._bin != USEFUL:
             return False
         self.enter(EXCHANGE)
         return True
 
     def end_exchange(self, waited_s: float = 0.0) -> None:
-        """End the exchange. This rank waited `waited_s` seconds for others to begin it."""
+        """End the exchange. This rank waited `waited_s` seconds for other ranks to start it."""
         if self._bin == EXCHANGE:
             self.enter(USEFUL)
             if waited_s:
@@ -160,20 +160,21 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ groups
 
     def stand_by(self) -> None:
-        """Mark the replica as standby: its time begins when it takes a place in a group."""
+        """Mark the replica as standby. Its time starts when it joins a group."""
         self._is_successor = self._waits_for_place = True
 
     def leave_group(self) -> None:
-        """Note that the replica left a group in which a call was interrupted."""
+        """Record that the replica left a group in which a call was interrupted."""
         if self._bin == BROKEN:
             self.enter(LEFT)
 
     @contextmanager
     def regrouping(self, goes_on: Callable[[], bool]) -> Iterator[None]:
-        """Account for the replica taking its place in a new group inside the context.
+        """Account for joining a new group inside the context.
 
         Args:
-            goes_on: Returns True if a call continues. Called afterwards, unless a call was interrupted on this rank.
+            goes_on: Returns True if a call continues. Called after the context, unless a call was interrupted on this
+                rank.
         """
         if self._waits_for_place:
             self._waits_for_place = False
@@ -193,7 +194,7 @@ class Ledger:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Account for a copy of the state inside the context. Useful steps before it are saved then."""
+        """Account for copying the state inside the context. The useful steps before it then count as saved."""
         before = self.enter(SNAPSHOT)
         try:
             yield
@@ -203,7 +204,7 @@ class Ledger:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Account for a call that evaluates or predicts inside the context."""
+        """Account for a call that evaluates or predicts, inside the context."""
         self.begin_call()
         self.enter(EVALUATION)
         try:
@@ -219,7 +220,7 @@ class Ledger:
         return TimeSpent(self._of, seconds, max(0.0, seconds[USEFUL] - self._saved_s), self._is_successor)
 
     def of_call(self) -> dict[str, float]:
-        """Return the running call's seconds by bin, without empty bins."""
+        """Return the running call's seconds by bin, omitting empty bins."""
         found = {name: spent - self._at_call.get(name, 0.0) for name, spent in self._shown().items()}
         return {name: spent for name, spent in found.items() if spent > 0}
 
@@ -232,7 +233,7 @@ class Ledger:
 
 
 class _Exchange(AbstractContextManager[None]):
-    """Context of one exchange. A class, because a generator would double the cost."""
+    """Context manager for one exchange. A class, because a generator would double the overhead."""
 
     __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger")
 

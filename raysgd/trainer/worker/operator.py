@@ -1,8 +1,8 @@
-"""The base of the operators of all frameworks.
+"""Base class of the operators of both frameworks.
 
-Users subclass an operator and set any attributes. The library therefore keeps its own data in one object, `_raysgd`,
-whose name they do not use by accident. Private names that subclasses have read since the first version of the library
-are views of it, which refuse assignments.
+Users subclass an operator and set arbitrary attributes on it. The library therefore stores its own data in a single
+attribute, `_raysgd`, so that names cannot collide by accident. Subclasses have read some private names since the first
+version of the library. These names are now read-only views of `_raysgd`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     OperatorT = TypeVar("OperatorT", bound="BaseOperator", default=Any)
 else:
-    from typing import TypeVar  # without a default, before Python 3.13
+    from typing import TypeVar  # has no `default` before Python 3.13
 
     OperatorT = TypeVar("OperatorT")
 
@@ -39,16 +39,16 @@ _OF_TRAINER = "It comes from the trainer."
 
 
 def rung(method: Callable[Concatenate[SelfT, ...], ResultT]) -> Callable[Concatenate[SelfT, ...], ResultT]:
-    """Let type checkers accept an override with fewer arguments, which the library accepts. Return the method."""
+    """Let type checkers accept overrides with fewer arguments, which the library supports. Return `method`."""
     return method
 
 
 class ReadOnlyView:
-    """A read-only attribute of an operator that shows a value of its `Internals`.
+    """A read-only attribute of an operator that exposes a value of the operator's `Internals`.
 
     Args:
-        path: Path of the value in the `Internals`.
-        way_out: Sentence of the error that says what to do instead.
+        path: Attribute path of the value inside `Internals`.
+        way_out: Sentence in the error message that says what to do instead of assigning.
     """
 
     def __init__(self, path: str, way_out: str = _OF_TRAINER) -> None:
@@ -70,23 +70,23 @@ class ReadOnlyView:
 
 
 class Internals:
-    """The library's record of one operator.
+    """The library's data for one operator.
 
     Attributes:
-        config: The config of this worker.
-        context: Rank and group size of the operator, and the objects that it works with.
+        config: This worker's config.
+        context: The operator's rank and group size, and the objects that it works with.
         latest_metrics: Metrics of the last batch.
-        logged: Metrics passed to `log` since the last batch reported.
-        logged_outside: Metrics passed to `log` outside of any batch.
-        meters_to_fill: Meters of the call, for the next `train_epoch`; None once it has taken them.
+        logged: Metrics passed to `log` since the last batch reported its metrics.
+        logged_outside: Metrics passed to `log` outside any batch.
+        meters_to_fill: The call's meters, for the next `train_epoch` to take; None once it has taken them.
         meters: Meters of the last `train_epoch`.
-        lost: Metrics of this call from workers that were lost. Empty except on rank 0, which counts them.
-        once: Messages that were logged already.
-        callbacks: Worker callbacks of this operator.
-        place: Place of the current batch in its step. With PyTorch, the `Leg` of the running call.
+        lost: Metrics that lost workers measured in this call. Only rank 0 counts them; empty on other ranks.
+        once: Messages that were already logged.
+        callbacks: The operator's worker callbacks.
+        place: Position of the current batch in its step. With PyTorch, the `Leg` of the running call.
     """
 
-    _operator: Any  # reports the metrics
+    _operator: Any  # the operator that this record belongs to
 
     def __init__(self, config: dict[str, Any], context: Any) -> None:
         self.config = config
@@ -103,7 +103,7 @@ class Internals:
 
     @property
     def world(self) -> World:
-        """Rank of this worker, and size of the group."""
+        """This worker's rank and the size of its group."""
         world: World = self.context.world
         return world
 
@@ -114,11 +114,11 @@ class Internals:
         return use_gpu
 
     def take_place(self, world: World) -> None:
-        """Continue in a new group."""
+        """Set the operator's rank and group size for a new group."""
         self.context = replace(self.context, world=world)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Apply changed config entries. The base class ignores them."""
+        """Apply changed config entries. The base class does nothing."""
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         """Return the entries that the library adds to the `info` of a training call."""
@@ -129,23 +129,23 @@ class Internals:
         return AverageMeterCollection()
 
     def take_meters(self) -> AverageMeterCollection:
-        """Return the meters of the call the first time, then new ones."""
+        """Return the call's meters on the first call, and new meters after that."""
         self.meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
         return self.meters
 
     def begin_batch(self) -> None:
-        """Begin a batch. Metrics logged since the last one belong to the result of the call, not to this batch."""
+        """Start a batch. Metrics logged between batches belong to the result of the call, not to this batch."""
         if self.logged:
             set_apart(self)
 
     def num_samples(self, batch: Any) -> int:
-        """Return the number of samples of a batch that count."""
+        """Return how many samples of the batch count."""
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
-        """Return the metrics of a batch with the logged ones, and with their number of samples if it is missing.
+        """Return a batch's metrics with logged metrics added, and with the number of samples if it is missing.
 
-        A value that is not a dict of metrics is returned unchanged.
+        A value that is not a dict is returned unchanged.
         """
         if not isinstance(metrics, Mapping):
             return metrics
@@ -153,11 +153,11 @@ class Internals:
             metrics = with_logged(metrics, self.logged)
         return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
-    def parted(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
-        """Split what a method returned for a batch into metrics, with the logged ones, and the number of samples.
+    def values_and_weight(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
+        """Split a method's return value for a batch into its metrics, including logged metrics, and its sample count.
 
         Raises:
-            TypeError: The method returned no dict.
+            TypeError: The method did not return a dict.
         """
         if not isinstance(metrics, Mapping):
             raise TypeError(
@@ -170,7 +170,7 @@ class Internals:
 
 
 class BaseOperator:
-    """The part of an operator that needs no framework. Users subclass `TrainingOperator`, which is based on it."""
+    """The framework-independent part of an operator. Users subclass `TrainingOperator`, which derives from it."""
 
     resumes_epochs: bool | None = None
     warms_up: bool = True
@@ -187,7 +187,7 @@ class BaseOperator:
         self.setup(config)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Create and register models, optimizers and data. Runs once in each worker, when the process group is open.
+        """Create and register models, optimizers and data. Runs once in each worker, after the process group is open.
 
         Args:
             config: The trainer's `config`. The batch size under `BATCH_SIZE` is already divided by the number of
@@ -196,63 +196,65 @@ class BaseOperator:
         raise NotImplementedError("Override `setup` to create and register models and optimizers.")
 
     def log(self, name: str, value: Any) -> None:
-        """Report a metric of the batch, in addition to those that `train_batch` or `validate_batch` returns.
+        """Report an additional metric of the batch, besides the metrics that `train_batch` or `validate_batch` returns.
 
-        It is averaged like these: over batches and workers, weighted by samples. Call it anywhere inside these methods.
-        If a name is logged twice in a batch, the last value counts. A returned value goes before a logged one.
+        The metric is averaged like returned metrics: over batches and workers, weighted by samples. Call this method
+        anywhere inside `train_batch` or `validate_batch`. If a name is logged twice in a batch, the last value counts.
+        A returned value takes precedence over a logged value.
 
         Args:
             name: Name of the metric in the result of `train` or `validate`.
-            value: A number, a tensor of one element, or a metric object of torchmetrics.
+            value: A number, a one-element tensor, or a torchmetrics metric object.
 
         Raises:
-            TypeError, ValueError: `name` cannot be the name of a metric, or `value` is a symbolic tensor of TensorFlow.
+            TypeError, ValueError: `name` is not a valid metric name, or `value` is a symbolic TensorFlow tensor.
         """
         note(self._raysgd.logged, name, value)
 
     def skip_batch(self) -> None:
-        """Leave out the batch that was drawn last. Call it on all workers; no training may follow for this batch."""
+        """Skip the last batch. Call it on all workers, and do not train on the batch afterwards."""
         if self._raysgd.place is not None:
             self._raysgd.place.skip()
 
     @rung
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Predict one batch for `trainer.predict`. By default, return the model's output, or the `logits` in it.
+        """Predict one batch for `trainer.predict`. By default, return the model's output, or the output's `logits`.
 
-        The models are in evaluation mode, and no gradients are kept.
+        The models are in evaluation mode, and gradients are disabled.
 
         Args:
-            batch: A batch of the data. The stock method passes it to the model as training does, without its target.
-            batch_info: `batch_idx`, `has_target` (True if the last part of a batch that is a tuple is a target), and
-                the entries of `info`.
+            batch: A batch of the data. The default method passes it to the model as in training, without its target.
+            batch_info: A dict with `batch_idx`, `has_target` (True if the last element of a tuple batch is a target),
+                and the entries of `info`.
 
         Returns:
-            One result for each row, in order: a tensor, an array, or a list. For several results, a tuple or a dict of
-            these.
+            One result per row, in row order, as a tensor, an array or a list. To return several results, use a tuple or
+            a dict of them.
         """
         return self._raysgd.predict(batch, batch_info)
 
     def state_dict(self) -> Any:
-        """Return your own state for checkpoints and recovery, on the CPU. Registered objects are saved without it."""
+        """Return custom state for checkpoints and recovery, on the CPU. Registered objects are saved automatically."""
         return None
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what `state_dict` returned, which may be None."""
+        """Load the value that `state_dict` returned, which may be None."""
 
     def world_changed(self) -> None:
-        """Called on every worker when the number of workers has changed. `world_size` is the new number.
+        """Called on every worker after the number of workers has changed. `world_size` is the new number.
 
-        Override it to update what `setup` computed from the number of workers, such as a learning rate. A new worker
-        has just run `setup`; a worker that stayed does not run it again.
+        Override this method to update values that `setup` computed from the number of workers, such as a learning rate.
+        A new worker has just run `setup`. A worker that stayed does not run `setup` again.
         """
 
     def config_changed(self, config: dict[str, Any], changed: Mapping[str, Any]) -> None:
-        """Called on every worker after `trainer.update_config`. An exception refuses the change on all workers.
+        """Called on every worker after `trainer.update_config`. An exception rejects the change on all workers.
 
         A worker that starts later runs `setup` with the original config, then this method once for each change.
 
-        With PyTorch, learning rates that were `config["lr"]` after `setup` follow it; a new rate scales the whole
-        schedule. To update something else that `setup` computed from the config, override this and call `super`.
+        With PyTorch, learning rates that equaled `config["lr"]` after `setup` follow that entry. A new rate scales the
+        whole schedule. To update other values that `setup` computed from the config, override this method and call
+        `super`.
 
         Args:
             config: The config with the new values.
@@ -262,7 +264,7 @@ class BaseOperator:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config. The batch size under `BATCH_SIZE` is divided by the number of workers."""
+        """This worker's config. The batch size under `BATCH_SIZE` is divided by the number of workers."""
         config: dict[str, Any] = self._raysgd.config
         return config
 
@@ -274,7 +276,7 @@ class BaseOperator:
 
     @property
     def local_rank(self) -> int:
-        """Rank among the workers of this node."""
+        """Rank among the workers on this node."""
         rank: int = self._raysgd.world.local_rank
         return rank
 
@@ -290,12 +292,12 @@ def class_of_creators(
 ) -> type[Any]:
     """Return an operator class that calls creator functions and has the methods of a user's class.
 
-    The `setup` of the user's class runs after the creators.
+    The user's `setup` runs after the creators.
 
     Args:
         own: The class whose `from_creators` was called.
-        creators_cls: The operator class that calls creators.
-        members: The creators, by the attribute names that `creators_cls` uses.
+        creators_cls: The operator class that calls the creators.
+        members: The creators, keyed by the attribute names that `creators_cls` uses.
     """
     if issubclass(creators_cls, own):
         return type("CustomCreatorOperator", (creators_cls,), dict(members))
@@ -309,13 +311,13 @@ def class_of_creators(
 
 
 def take_place(operator: BaseOperator, world: World) -> None:
-    """Let an operator continue in a new group."""
+    """Set an operator's rank and group size for a new group."""
     operator._raysgd.take_place(world)
     operator.world_size = world.size
 
 
 def made_by_hand(operator_cls: type[Any]) -> TypeError:
-    """Return the error for a program that makes an operator itself."""
+    """Return the error to raise when a program instantiates an operator itself."""
     name = operator_cls.__name__
     return TypeError(
         f"`{name}()`: workers make the operators, each its own. Pass the class itself, `training_operator_cls={name}`."
@@ -333,10 +335,10 @@ def check_is_set_up(operator: BaseOperator) -> None:
 
 
 def required(operator: BaseOperator, name: str) -> Any:
-    """Return an attribute that the stock methods need.
+    """Return an attribute that the default methods need.
 
     Raises:
-        NotRegisteredError: The user's class does not set it.
+        NotRegisteredError: The user's class does not set the attribute.
     """
     try:
         return getattr(operator, name)
@@ -350,18 +352,18 @@ def required(operator: BaseOperator, name: str) -> Any:
 
 @dataclass(frozen=True)
 class RegisteredParts:
-    """Registered objects of one kind, with the type of container that the user passed.
+    """The objects passed to one argument of `register`, with the type of their container.
 
     Attributes:
         items: The objects.
-        container: `tuple`, `list`, or None for a single object.
+        container: `tuple`, `list`, or None if the user passed a single object.
     """
 
     items: list[Any]
     container: type | None
 
     def mirror(self, items: Sequence[Any]) -> Any:
-        """Return `items` in the container that the user passed."""
+        """Return `items` in the same type of container that the user passed."""
         if self.container is None:
             return items[0]
         return tuple(items) if self.container is tuple else list(items)
@@ -370,17 +372,17 @@ class RegisteredParts:
 def parts_of(
     name: str, given: Any, is_one: Callable[[Any], bool], what: str, *, may_be_empty: bool = False
 ) -> RegisteredParts:
-    """Return the objects in an argument of `register`: one object, or a container of several.
+    """Return the objects passed to an argument of `register`: a single object or a container of objects.
 
     Args:
         name: Name of the argument.
         given: Value of the argument.
-        is_one: Returns True for an object of the expected kind, which may be iterable itself.
-        what: The expected kind, in words, for the error.
+        is_one: Returns True for an object of the expected type, which may itself be iterable.
+        what: Description of the expected type, for the error message.
         may_be_empty: True to accept an empty container.
 
     Raises:
-        InvalidRegistrationError: An object is of another kind, or there is none.
+        InvalidRegistrationError: An object has the wrong type, or the container is empty.
     """
     if is_one(given):
         return RegisteredParts([given], None)

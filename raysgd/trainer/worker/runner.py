@@ -1,6 +1,7 @@
-"""The base of the replicas that host operators: the methods that the engine and the driver call by name.
+"""Base class of the replicas that host operators. The engine and the driver call its methods by name.
 
-`hosted` has the operator and its framework, `training` the calls, `state` the copies of the state. ADR 115 says why.
+`hosted` contains the operator and its framework, `training` the calls, `state` the copies of the state. ADR 115
+explains the split.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from raysgd.exceptions import NotRegisteredError
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.worker.data.epoch_run import RunState
-from raysgd.trainer.worker.hosted import Hosted
+from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.state.state_checks import check_parts
 from raysgd.trainer.worker.training import ReplicaCalls
 
@@ -29,10 +30,10 @@ class ClassRunner(ReplicaCalls, ABC):
 
     Args:
         settings: Settings to build the operator from.
-        world: Rank of this worker, and size of the group.
+        world: This worker's rank and the size of its group.
     """
 
-    _candidate: Hosted | None = None
+    _candidate: HostedOperator | None = None
 
     def __init__(self, settings: Any, world: World) -> None:
         super().__init__(settings.recovery.snapshot_every_n_steps)
@@ -41,14 +42,14 @@ class ClassRunner(ReplicaCalls, ABC):
         self._host(self._make_hosted(settings.after(0), world))
 
     @abstractmethod
-    def _make_hosted(self, settings: Any, world: World) -> Hosted:
-        """Return a hosted operator of this framework for these settings. Its `build` is not called yet."""
+    def _make_hosted(self, settings: Any, world: World) -> HostedOperator:
+        """Return a hosted operator of this framework for these settings, without calling its `build`."""
 
     def setup(self) -> Any:
-        """Build the operator, which runs the user's `setup`, and apply later changes of the config. Return its facts.
+        """Build the operator, which runs the user's `setup`, and apply later config changes. Return its facts.
 
         Raises:
-            NotRegisteredError: `setup` registered no model.
+            NotRegisteredError: `setup` did not register a model.
         """
         facts = self._hosted.build()
         if not facts.num_models:
@@ -63,7 +64,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts
 
     def renew(self, settings: Any, world: World | None = None) -> Any:
-        """Make a new operator from new settings, in the same process and group. Return its facts, like `setup`."""
+        """Build a new operator from new settings, in the same process and group. Return its facts, as `setup` does."""
         self.shutdown()
         self.drop_reload()
         self._settings = settings
@@ -71,41 +72,41 @@ class ClassRunner(ReplicaCalls, ABC):
         return self.setup()
 
     def follow(self, settings: Any) -> None:
-        """Apply changes of the settings that were made since the operator was built; see `Hosted.follow`."""
+        """Apply settings changes made since the operator was built; see `HostedOperator.follow`."""
         self._hosted.follow(settings)
 
     def warm_up(self) -> None:
-        """Take a step in advance, before this replica has a place in a group."""
+        """Run a training step in advance, before this replica joins a group."""
         self._ledger.stand_by()
         try:
             self._hosted.warm_up()
-        except Exception as error:  # a real step raises it
+        except Exception as error:  # a real step will raise the same error
             logger.warning("warm-up of a new worker failed: %r", error)
 
     @property
     def epoch(self) -> int:
-        """Number of passes over the train data that have begun."""
+        """Number of passes over the train data that have started."""
         return self._hosted.feed.epoch
 
     @property
     def epochs_done(self) -> int:
-        """Number of passes over the train data that are complete."""
+        """Number of completed passes over the train data."""
         feed = self._hosted.feed
         position = feed.position()
         is_mid_pass = position is not None and (position.get("is_mid_pass") or position.get("is_unknown"))
         return feed.epoch - bool(is_mid_pass)
 
     def change_config(self, settings: Any) -> list[str]:
-        """Change entries of the operator's config; see `Hosted.change_config`."""
+        """Change entries of the operator's config; see `HostedOperator.change_config`."""
         return self._hosted.change_config(settings)
 
-    # The next methods change the operator class of a live replica. ADR 72 says why in two steps.
+    # The following methods replace the operator class of a live replica. ADR 72 explains why this takes two steps.
 
     def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:
-        """Make an operator of an edited class with the current state. The old one stays in use until `finish_reload`.
+        """Build an operator of an edited class with the current state. The old operator is used until `finish_reload`.
 
         Returns:
-            Facts of the new operator, and the hyperparameters that its `setup` chose differently.
+            Facts of the new operator, and the hyperparameters that its `setup` sets to other values than before.
 
         Raises:
             ValueError: The state does not fit the new operator.
@@ -123,7 +124,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts, hosted.edited_by(candidate)
 
     def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
-        """Switch to the operator that `prepare_reload` made. Return its facts; None if there is no such operator."""
+        """Switch to the operator that `prepare_reload` built and return its facts. Return None if it does not exist."""
         if self._hosted.settings.revision != revision:  # otherwise this replica already started with the new class
             candidate = self._candidate
             if candidate is None or candidate.settings.revision != revision:
@@ -136,58 +137,58 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts
 
     def drop_reload(self) -> None:
-        """Drop the operator that `prepare_reload` made."""
+        """Discard the operator that `prepare_reload` built."""
         self._candidate = None
 
     def follow_config(self) -> None:
-        """Set the optimizers' hyperparameters to those of `setup` again, after a state of another config was loaded."""
+        """Reset the optimizers' hyperparameters to their values from `setup`, after loading state of another config."""
         self._hosted.follow_config()
 
     # ------------------------------------------------------------------------------------------------ the state
 
     def state(self) -> dict[str, Any]:
-        """Return the live state. Copy it before anything else runs."""
+        """Return the live state. Copy it before running anything else."""
         return self._hosted.state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copy the state between two calls: rank 0 copies the shared state, every rank its own.
+        """Copy the state between two calls: rank 0 copies the shared state, and every rank copies its own state.
 
         Args:
-            landed_token: Token of the last copy that the driver has fetched; None if it has none.
+            landed_token: Token of the last copy that the driver has fetched; None if it has not fetched any.
         """
         return self._copies.after_call(self._hosted.state, self._hosted.world.rank, landed_token)
 
     def fetch(self, token: int) -> Any:
-        """Return the copy of the state that `token` names."""
+        """Return the copy of the state with this token."""
         return self._copies.fetch(token)
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of the mid-call snapshot after `number` steps; None if it was dropped."""
+        """Return this rank's part of the mid-call snapshot after `number` steps; None if it was discarded."""
         return self._copies.part_of_snapshot(number)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot or a checkpoint. If it does not fit, nothing is changed. See `ReplicaState.restore`."""
+        """Restore a snapshot or a checkpoint. If it does not fit, nothing changes. See `ReplicaState.restore`."""
         self._hosted.restore(shared_state, own_state)
         self._forget_call()
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
-        """Restore a snapshot that was taken inside a training call. The call can then continue from there."""
+        """Restore a snapshot that was taken inside a training call, so that the call can continue from there."""
         self.restore(shared_state, own_state)
         self._go_on_from(first, parts)
 
     def shutdown(self) -> None:
-        """Drop the iterators, which ends the processes of loaders. The operator stays usable."""
+        """Discard the iterators, which stops the loaders' worker processes. The operator stays usable."""
         self._hosted.close()
         self._forget_call()
         self._copies.clear()
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Continue in the new group. A rank among `handover.takers` receives the state of `handover.source`."""
+        """Continue in the new group. Each rank in `handover.takers` receives the state of rank `handover.source`."""
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
             self._leave_group()
-            self.drop_reload()  # it was made for the old group
-            if handover.make_replica is not None:  # this standby worker was built with earlier settings
+            self.drop_reload()  # it was built for the old group
+            if handover.make_replica is not None:  # this standby worker was built with older settings
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world
             hosted.take_place(world)
@@ -203,16 +204,17 @@ class ClassRunner(ReplicaCalls, ABC):
     def validate_on_loan(
         self, number: int, settings: Any, state: Any, request: EpochRequest, share: Any = None
     ) -> EpochAnswer | None:
-        """Validate a state of the training workers on a spare worker, which is in no group.
+        """Validate a training worker's state on a spare worker, which belongs to no group.
 
-        If the state belongs to older settings, the operator is rebuilt for them, and for its own settings afterwards.
+        If the state belongs to older settings, rebuild the operator for those settings. Afterwards, rebuild it for the
+        spare's own settings.
 
         Args:
             number: Number of the loan.
             settings: Settings that the state belongs to.
             state: The state to validate.
             request: The validation request.
-            share: This worker's part of data that the driver divides.
+            share: This worker's shard of the data that the driver divides.
 
         Returns:
             The answer; None if the loan ended before the validation was complete.
@@ -239,5 +241,5 @@ class ClassRunner(ReplicaCalls, ABC):
         return None if has_left() else answer
 
     def leave_call(self, number: int) -> None:
-        """End this loan and all earlier ones. Called from a second thread."""
+        """End this loan and all earlier loans. Called from a second thread."""
         self._last_left = max(self._last_left, number)

@@ -27,7 +27,7 @@ from raysgd.trainer.worker.data.batch_streams import WatchedBatches, redrawing
 from raysgd.trainer.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.data.rank_rows import RankRows
-from raysgd.trainer.worker.hosted import Hosted, is_of_library
+from raysgd.trainer.worker.hosted import HostedOperator, is_of_library
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.copies import StateCopies
 
@@ -60,7 +60,7 @@ class ReplicaCalls:
         snapshot_every_n_steps: Number of steps between copies of the state inside a training call; None for no copies.
     """
 
-    _hosted: Hosted
+    _hosted: HostedOperator
     _running: RunningCall | None = None
     _run: EpochRun | None = None  # the current or last training call
     _has_left: Callable[[], bool] | None = None  # returns True to end a validation early; None without a loan
@@ -69,7 +69,7 @@ class ReplicaCalls:
         self._ledger = Ledger()
         self._copies = StateCopies(snapshot_every_n_steps, self._ledger)
 
-    def _host(self, hosted: Hosted) -> None:
+    def _host(self, hosted: HostedOperator) -> None:
         """Use this operator from here on. It has run no call yet."""
         self._hosted = hosted
         self._forget_call()

@@ -22,7 +22,7 @@ from raysgd.torch.data.sample_order import length_of
 from raysgd.torch.data.sampling import ShardedLoader, shard_loader
 from raysgd.torch.parallel.ddp import DDP
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.ranks import Ranks
+from raysgd.torch.parallel.ranks import RankSums
 
 SEED = 7
 
@@ -83,7 +83,7 @@ def lockstep_source(num_samples: int) -> LoaderSource:
 
 def in_lockstep(batches: Any) -> PlainSource:
     source = PlainSource(batches, is_in_lockstep=True)
-    source.join(Ranks(DDP()))
+    source.join(RankSums(DDP()))
     return source
 
 

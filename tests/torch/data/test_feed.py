@@ -21,7 +21,7 @@ from raysgd.streams.source import stream_data
 from raysgd.torch.data.feed import TorchFeed
 from raysgd.torch.data.sample_order import ShuffledOrder
 from raysgd.torch.data.sampling import UndividedLoader, shard_loader
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.state.state_checks import check_progress
 from tests.streams.made import MadeStream
@@ -32,7 +32,7 @@ REQUEST = EpochRequest(None, {}, False, seed=3)
 def feed_of(num_samples: int = 12, size: int = 1, batch_size: int = 2, shuffle: bool = True) -> TorchFeed:
     loader = DataLoader(range(num_samples), batch_size=batch_size, shuffle=shuffle)  # type: ignore[arg-type]
     data = {"train": shard_loader(loader, rank=0, world_size=size, training=True)}
-    return TorchFeed(data.get, NoParallel(), size)
+    return TorchFeed(data.get, Strategy(), size)
 
 
 def take(feed: TorchFeed, num_steps: int | None = None) -> list[int]:
@@ -42,7 +42,7 @@ def take(feed: TorchFeed, num_steps: int | None = None) -> list[int]:
 def test_a_position_that_does_not_fit_a_stream_is_refused_until_another_one_is_loaded() -> None:
     def feed_over(lengths: list[int]) -> TorchFeed:
         data = stream_data(MadeStream(lengths).map(itemgetter(1)).batch(4), "train", Division, 1)
-        return TorchFeed({"train": data}.get, NoParallel(), 1)
+        return TorchFeed({"train": data}.get, Strategy(), 1)
 
     first, other = feed_over([12]), feed_over([13])
     used = take(first, 2)
@@ -71,7 +71,7 @@ def shuffled_feed(drawn_below: int = 0, rank: int = 0, size: int = 1) -> TorchFe
     data = shard_loader(loader, rank=rank, world_size=size, training=True)
     assert not isinstance(data, UndividedLoader)
     data.sampler.order = ShuffledOrder(12, drawn_below)
-    return TorchFeed({"train": data}.get, NoParallel(), size, rank=rank)
+    return TorchFeed({"train": data}.get, Strategy(), size, rank=rank)
 
 
 @pytest.mark.parametrize("drawn_below", [0, 13])
@@ -142,7 +142,7 @@ class Counts(Sampler[int]):
         return iter([(number * 5 + self.num_drawn) % 12 for number in range(12)])
 
 
-def counting_feed(parallel: NoParallel, size: int, num_drawn: int = 0) -> TorchFeed:
+def counting_feed(parallel: Strategy, size: int, num_drawn: int = 0) -> TorchFeed:
     sampler = Counts()
     sampler.num_drawn = num_drawn
     loader = DataLoader(range(12), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ def counting_feed(parallel: NoParallel, size: int, num_drawn: int = 0) -> TorchF
 
 
 def test_a_sampler_that_draws_another_order_on_resumption_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    first, same, other = (counting_feed(NoParallel(), 1, num_drawn) for num_drawn in (0, 0, 3))
+    first, same, other = (counting_feed(Strategy(), 1, num_drawn) for num_drawn in (0, 0, 3))
     take(first, 2)
     position = first.position()
     same.go_to(first.epoch, position)
@@ -163,7 +163,7 @@ def test_a_sampler_that_draws_another_order_on_resumption_is_told_of(caplog: pyt
     assert "sampler Counts draws another order than in the epoch that is resumed" in caplog.text
 
 
-class Pair(NoParallel):
+class Pair(Strategy):
     """One of two replicas, of which the other one has `theirs`."""
 
     synchronizes = True
@@ -184,7 +184,7 @@ class Pair(NoParallel):
 
 @pytest.mark.parametrize("num_drawn", [0, 3])
 def test_a_sampler_that_draws_another_order_on_another_rank_is_an_error(num_drawn: int) -> None:
-    feed = counting_feed(Pair(counting_feed(NoParallel(), 2, num_drawn)), 2)
+    feed = counting_feed(Pair(counting_feed(Strategy(), 2, num_drawn)), 2)
     if num_drawn == 0:
         assert len(take(feed)) == 6
     else:
@@ -200,7 +200,7 @@ def test_batches_follow_the_group_where_they_were_made_to(instead_of: int | None
 
 
 def test_a_call_over_batches_that_the_driver_deals_cannot_go_on_in_them() -> None:
-    feed, request = TorchFeed(lambda name: None, NoParallel(), 1), replace(REQUEST, shard_key="of this call")
+    feed, request = TorchFeed(lambda name: None, Strategy(), 1), replace(REQUEST, shard_key="of this call")
     feed.take_share("train", request, CallData("shards", [torch.zeros(2)]))
     stream = feed.training(request)
     assert feed.obstacle_of_call(stream) == "the data of this call are not divided by the library"
@@ -209,7 +209,7 @@ def test_a_call_over_batches_that_the_driver_deals_cannot_go_on_in_them() -> Non
 
 def test_nobody_knows_the_position_in_data_that_are_not_divided() -> None:
     data: dict[str, Any] = {"validation": UndividedLoader([1, 2], "not a torch DataLoader", warn=False)}
-    feed = TorchFeed(data.get, NoParallel(), 1)
+    feed = TorchFeed(data.get, Strategy(), 1)
     assert feed.obstacle("train") is None
     assert feed.obstacle("validation") == "the validation loader is not divided by the library (not a torch DataLoader)"
     with feed.validating(REQUEST) as stream:

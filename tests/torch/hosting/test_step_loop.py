@@ -17,14 +17,14 @@ from raysgd.torch.hosting.step_loop import StepLoop, make_undo, needs_copies
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.operator.registrar import RegisteredObjects
 from raysgd.torch.parallel.leg import Leg
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
 WORLD = World(0, 2)
 
 
-class Joined(NoParallel):
+class Joined(Strategy):
     """Replicas that survivors of a loss would keep equal in another group."""
 
     obstacle = None
@@ -65,7 +65,7 @@ class SaysSo(Plain):
     _needs_copies = True
 
 
-def loop_of(operator: Plain, undo: bool | None = None, parallel: NoParallel | None = None) -> StepLoop:
+def loop_of(operator: Plain, undo: bool | None = None, parallel: Strategy | None = None) -> StepLoop:
     parallel = parallel or Joined()
     made = make_undo(operator, parallel, undo, WORLD)
     loop = StepLoop(operator, parallel, TorchFeed(lambda name: None, parallel, 1), made)
@@ -77,7 +77,7 @@ def loop_of(operator: Plain, undo: bool | None = None, parallel: NoParallel | No
 
 def test_with_one_worker_a_step_is_half_done_once_an_optimizer_steps_and_nothing_is_copied() -> None:
     operator = OwnBatch()
-    loop = loop_of(operator, parallel=NoParallel())
+    loop = loop_of(operator, parallel=Strategy())
     assert loop.undo is None
     operator.compute()
     assert loop.is_whole

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.parallel.batch import Batch
 from raysgd.torch.parallel.ddp import DDP
-from raysgd.torch.parallel.strategy import NoParallel, unwrap
+from raysgd.torch.parallel.strategy import Strategy, unwrap
 from tests.torch.wrapping import a_model, gradient, reformed, two_layers
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -35,7 +35,7 @@ def test_a_frozen_model_is_not_wrapped() -> None:
 
 
 def test_a_single_replica_is_left_as_it_is() -> None:
-    parallel, model = NoParallel(), a_model()
+    parallel, model = Strategy(), a_model()
     parallel.leg.batch = Batch(0.5)
     assert parallel.wrap(model, None, {}) is model
     parallel.begin_leg([model], may_run_backward=True)
@@ -131,7 +131,7 @@ def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None
 
 
 def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
-    assert "not kept equal" in str(NoParallel().obstacle)
+    assert "not kept equal" in str(Strategy().obstacle)
     plain = DDP()
     plain.begin_leg([plain.wrap(a_model(), None, {})], may_run_backward=True)
     assert plain.obstacle is None, "a hook of the library's own is installed again"

@@ -12,7 +12,7 @@ from raysgd.core.text.log_lines import Once
 from raysgd.torch.objects.precision import Precision
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import StepOptions
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.torch.step.gradients import Gradients, OwnSteps, backward_with
 from raysgd.trainer.worker.worker_callbacks import InstalledCallbacks
 
@@ -23,7 +23,7 @@ class Bench:
     def __init__(self) -> None:
         self.parameter = torch.nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
-        self.parallel = NoParallel(has_others=False)
+        self.parallel = Strategy(has_others=False)
         none: Any = None  # there are no bounds
         own_steps = OwnSteps(Precision(), StepOptions(), none, self.parallel, InstalledCallbacks())
         own_steps.watch([self.optimizer])

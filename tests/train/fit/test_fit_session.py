@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.air import _running
-from raysgd.air._running import TrialFacts
+from raysgd.air import _running_function
+from raysgd.air._running_function import TrialFacts
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
 from raysgd.air.reports import CheckpointUploadMode
@@ -337,7 +337,7 @@ class TestTheContext:
         context = session.get_context()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _running._once = Once()
+            _running_function._once = Once()
             found = [context.get_world_size(), context.get_world_rank(), context.get_local_world_size()]
             found += [context.get_trial_name(), session.get_checkpoint(), context.get_trial_name()]
         assert found == [1, 0, 0, None, None, None]

@@ -85,8 +85,8 @@ def test_what_the_stock_methods_need_is_named() -> None:
 
 def test_metrics_are_parted_from_their_weight() -> None:
     internals = make()._raysgd
-    assert internals.parted({"loss": 1, "num_samples": 4}, "train_batch") == ({"loss": 1}, 4)
-    assert internals.parted({"loss": 2}, "train_batch") == ({"loss": 2}, 1)
+    assert internals.values_and_weight({"loss": 1, "num_samples": 4}, "train_batch") == ({"loss": 1}, 4)
+    assert internals.values_and_weight({"loss": 2}, "train_batch") == ({"loss": 2}, 1)
     assert internals.latest_metrics == {"loss": 2}
 
 

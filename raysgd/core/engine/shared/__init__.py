@@ -1,1 +1,1 @@
-"""Data and protocols that all parts of the engine share. Workers may load any of these modules."""
+"""Data types and interfaces that all parts of the engine share. Workers may import any of these modules."""

@@ -1,4 +1,4 @@
-"""Calls: a piece of work for the group, and the handle of a call that runs in the background."""
+"""Calls: one piece of work for the group, and the handle to a call that runs in the background."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class Call:
 
     Attributes:
         function: Runs on the worker as `function(replica, *args)`.
-        args_for: Makes the arguments of each rank. Called for every attempt, because the number of ranks may change.
-        changes_state: True if the call changes the replicas, so that a snapshot is due after it.
-        keeps_alike: True if the call takes all replicas from one common state to another. If it fails on one rank only,
-            the state of that rank then differs from the others'.
-        captures: True to copy the state after the call in any case.
-        rank: The only rank to run on; None for all.
-        on_wait: Called in the driver some ten times a second while it waits.
-        resume: Continues the call in a newly formed group, with the arguments of `function`. None if the call can only
-            start over. That is enough for a call that does not change the replicas.
-        leaves_as_new: True if workers that start later already have the state after this call, so it need not be kept.
-        check: Called with the values of all ranks before they count. If it raises, the group ends, because the states
-            of its ranks differ.
-            parted: Returns in words how ranks did different things, so that some would wait for the others forever; ""
-                if they did not. Gets one object per rank: heartbeats during the call, values and failures after it
-                failed.
+        args_for: Returns the arguments of each rank. Called for every attempt, because the number of ranks may change.
+        changes_state: True if the call changes the replicas' state, so that a snapshot or a repetition is needed.
+        keeps_alike: True if replicas that were in sync before the call are in sync after it. If such a call fails on
+            only one rank, the replicas may be out of sync.
+        captures: True to always copy the state after the call.
+        rank: The only rank that runs the call. None for all ranks.
+        on_wait: Called in the driver about ten times a second while it waits for the call.
+        resume: Resumes the call in a newly formed group, with the same arguments as `function`. None if the call can
+            only start over, which is enough for a call that does not change the state.
+        leaves_as_new: True if workers that start later have the state after this call anyway, so that neither a
+            snapshot nor a repetition is needed.
+        check: Called with the values of all ranks before the call counts as completed. If it raises, the group is
+            killed, because its replicas are out of sync.
+        divergence: Describes how ranks diverged, so that some would wait for other ranks forever. Returns "" if they
+            did not. Takes one object per rank: heartbeats during the call, values and failures after the call failed.
         may_continue: False if the call must never continue in place.
-        is_short: True if the call may be so short that sending it matters.
-        is_repeatable: True if running it again later gives the same result. False for a function that reads what the
-            user may change in the meantime.
-        leaves: Asked regularly while the call runs. If it returns True, all ranks stop at the next step, and the values
-            of the call are what the ranks captured there. Only for a call that can be resumed. ADR 140.
+        is_short: True if the call may be so short that the time to send it matters.
+        is_repeatable: True if repeating the call later gives the same result. False for a function that reads objects
+            that the user may change in the meantime.
+        leaves: Called regularly while the call runs. Once it returns True, all ranks stop at the next step, and the
+            call's values are the ranks' captures at that step. Only for calls that can be resumed. See ADR 140.
     """
 
     function: Callable[..., Any]
@@ -52,7 +52,7 @@ class Call:
     resume: Callable[..., Any] | None = None
     leaves_as_new: bool = False
     check: Callable[[Sequence[Any]], None] = lambda values: None
-    parted: Callable[[Mapping[int, Any]], str] = lambda told: ""
+    divergence: Callable[[Mapping[int, Any]], str] = lambda told: ""
     may_continue: bool = True
     is_short: bool = False
     is_repeatable: bool = True
@@ -60,44 +60,48 @@ class Call:
 
     @property
     def can_continue(self) -> bool:
-        """True if survivors of a failure can continue it."""
+        """True if survivors of a failure can continue the call."""
         return self.may_continue and (self.resume is not None or not self.changes_state)
 
     @property
     def is_kept(self) -> bool:
-        """True if a copy of the state is due after the call, or the call itself has to be repeated."""
+        """True if a restart must not lose the call: a snapshot must cover it, or it must be repeated."""
         return self.changes_state and not self.leaves_as_new
 
     def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
-        """Return the arguments of the ranks that it runs on, out of those of all ranks."""
+        """Return the arguments by rank, only for the ranks that run the call.
+
+        Args:
+            args: The arguments of all ranks.
+        """
         return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}
 
 
 class CallHandle(ABC, Generic[T]):
-    """A call of a trainer that is running or has ended."""
+    """A handle to a trainer's call that runs in the background."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Return True if the call has ended, with a result or an error."""
+        """Return True if the call has finished, with a result or an error."""
 
     @abstractmethod
     def result(self, timeout: float | None = None) -> T:
         """Wait for the call and return its result.
 
         Args:
-            timeout: Seconds to wait. None waits until the call has ended.
+            timeout: Seconds to wait. None waits until the call finishes.
 
         Raises:
-            TimeoutError: The call is still running. It continues.
-            Exception: The error of the call.
+            TimeoutError: The call is still running. It is not interrupted.
+            Exception: The call's error.
         """
 
 
 def run_into(future: Future[T], work: Callable[[], T]) -> None:
-    """Run `work` in a thread that has no caller. The future gets its result or its exception."""
+    """Run `work` and set its result or exception on `future`. Used as the target of a thread."""
     try:
         result = work()
-    except BaseException as error:  # also Ctrl-C and the end of the trainer
+    except BaseException as error:  # even KeyboardInterrupt
         future.set_exception(error)
     else:
         future.set_result(result)

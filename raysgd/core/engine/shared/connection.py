@@ -1,4 +1,4 @@
-"""The interface of connections, and the one that connects nothing."""
+"""The interface of connections, and `NoConnection` for workers that run independently."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from raysgd.core.engine.shared.types import Rendezvous, World
 
 FORM_TIMEOUT_S = 120.0
-"""Default time for ranks to form a group. They have all started by then."""
+"""Default timeout for started ranks to form a group, in seconds."""
 
 
 class Connection(ABC):
-    """Connects one worker with the others of its group. All methods run in the worker."""
+    """Connects one worker with the other workers of its group. All methods run in the worker."""
 
     def limit_threads(self, num_threads: int) -> None:
-        """Limit the threads of numerical libraries, if possible before these libraries are imported."""
+        """Limit the threads of numerical libraries. Works best before these libraries are imported."""
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = str(num_threads)
         torch = sys.modules.get("torch")
@@ -26,37 +26,37 @@ class Connection(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Import the framework in a process of the worker's own. All workers do it at the same time."""
+        """Import the framework in a remote worker's process. All workers do this at the same time."""
 
     def load_in_driver(self) -> None:
-        """Import the framework in a driver that is itself a worker."""
+        """Import the framework in the driver, if the driver is a worker (`use_local=True`)."""
         self.load()
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
-        """Compute on these GPUs, which are reserved for a driver that is itself a worker.
+        """Use these GPUs in the driver, if the driver is a worker. They are reserved for it.
 
-        Remote workers do not need this, because they see only their own GPUs.
+        Remote workers do not need this, because each sees only its assigned GPUs.
         """
 
     @property
     def opens_for_any_rank(self) -> bool:
-        """True if `open_endpoint` works the same for every rank. The rank need not be known then."""
+        """True if `open_endpoint` does not depend on the rank, so that it can be called before the rank is known."""
         return False
 
     @property
     def listens_alone(self) -> bool:
-        """True if even a driver that is the only worker has to open an endpoint."""
+        """True if a driver that is the only worker must open an endpoint, too."""
         return False
 
     @abstractmethod
     def open_endpoint(self, host: str, rank: int) -> int:
         """Start listening for the other ranks of the next group, if needed, and return the port.
 
-        The number may have more bits than a port. Only `join` understands them: see `Rendezvous`.
+        The returned number may have more bits than a port. Only `join` interprets them: see `Rendezvous`.
 
         Args:
-            host: Address of this machine to listen at. Whoever cannot reach that address cannot connect.
-            rank: The rank in the next group. Any number if `opens_for_any_rank`.
+            host: Address of this machine to listen on. Only ranks that can reach this address can connect.
+            rank: This worker's rank in the next group. Any number if `opens_for_any_rank`.
         """
 
     @abstractmethod
@@ -64,44 +64,48 @@ class Connection(ABC):
         """Join the group. Return when all ranks have joined.
 
         Args:
-            rendezvous: The addresses of all ranks. This rank's is the endpoint that it opened.
-            world: This worker's place.
-            even_alone: True to form a group even for a single rank. A model that was wrapped for a group needs one.
+            rendezvous: The addresses of all ranks. This rank's address is the endpoint that it opened.
+            world: This worker's rank, group size and so on.
+            even_alone: True to form a group even for a single rank. A model that is wrapped for data parallelism needs
+                a group.
         """
 
     def interrupt(self) -> None:  # noqa: B027 - most connections have nothing to interrupt
-        """Break the group: end all waits for other ranks, in `join` and in collectives. Called from another thread.
+        """Break the group: abort `join` and all collectives of this rank. Called from another thread.
 
-        Without it, ranks that wait for a lost one cannot be kept.
+        If a connection cannot do this, ranks that wait for a lost rank cannot continue in place.
         """
 
     def give_up(self, error: BaseException) -> None:
-        """End the exchanges in which other ranks may wait for this one. Called when a call fails with a broken group.
+        """Abort communication in which other ranks may wait for this rank, because a call failed in a broken group.
 
         Args:
-            error: The error of the call.
+            error: The call's error.
         """
         self.interrupt()
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave the group, and let ranks that still wait for this one know. Safe if never joined, or broken."""
+        """Leave the group, and notify ranks that still wait for this rank.
+
+        Safe even if the worker has not joined a group or the group is broken.
+        """
 
     def leave_for_another(self) -> None:
-        """Leave the group just before joining another one. May postpone cleanup."""
+        """Leave the group right before joining another group. May postpone cleanup."""
         self.leave()
 
     @abstractmethod
     def is_connection_error(self, error: BaseException) -> bool:
         """Return True if an exception raised in this process means that the group is broken.
 
-        Called while the exception still has its traceback. An error of user code, such as a lost connection to a
-        database, must not be taken for a broken group, because the call would then be retried.
+        Called while the exception still has its traceback. Return False for errors of user code, such as a lost
+        database connection, because a call that fails with a broken group is retried.
         """
 
 
 class NoConnection(Connection):
-    """Connects nothing: the workers run independently."""
+    """A connection for workers that run independently, without communication."""
 
     def load(self) -> None:
         """Do nothing: there is no framework to import."""

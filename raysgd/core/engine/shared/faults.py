@@ -1,4 +1,4 @@
-"""Describes an exception of user code in the process that raised it, in a form that can be sent to the driver."""
+"""Describes an exception of user code, in the process that raised it, as a `WorkerFault` that can be pickled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.exceptions import WorkerFault, portable_copy
 
 _QUOTED_FRAME = re.compile(r'( *)File "([^"\n]+)", line (\d+), in (\S+)')
 _HEADS = ("Original Traceback (most recent call last):", "in user code:")
-"""Lines that precede frames quoted in an error message: by PyTorch (loader processes) and TensorFlow (functions)."""
+"""Headings of frames in error messages, as PyTorch's loader processes and TensorFlow's functions write them."""
 _MOST_CALLERS = 5
 _MOST_CAUSES = 3
 _LONGEST_CAUSE = 200  # characters
@@ -24,24 +24,24 @@ _NO_DEBUGGER = (
     "`use_local=True`: it then runs in your program. A training function can be called by itself. With the environment "
     "variable RAY_DEBUG=1, `breakpoint()` waits for Ray's debugger."
 )
-_NO_INPUT = "EOF when reading a line"  # the message of `input` without a terminal
+_NO_INPUT = "EOF when reading a line"  # message of the error that `input` raises without a terminal
 _LONGEST_TEXT = 20_000  # characters of a message or a traceback
 _OF_PLAIN_ERRORS = ("builtins", "raysgd", "torch")
-_LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from each rank
+_LARGEST_ERROR = 2**20  # bytes of a pickled exception; the driver may get one per rank
 
 
 def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False) -> WorkerFault:
     """Describe an exception of user code.
 
-    The traceback starts at the first line of user code, because the library's frames before it do not help.
+    The traceback starts at the first frame of user code, because the library's frames before it do not help.
 
     Args:
         error: The exception.
         rank: Rank of this worker.
         node: Address of this node.
-        portable: True if the description leaves this process. Otherwise the exception keeps its live frames for a
-            debugger, and gets no traceback in words, because Python shows those frames anyway.
-        brief: True to leave the source lines out of the traceback. Python reads many files for them.
+        portable: True if the description is sent to another process. Otherwise the exception keeps its live frames for
+            debuggers, and `traceback_text` stays empty, because Python shows the frames anyway.
+        brief: True to leave source lines out of the traceback, because Python reads many files for them.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
     message, frames = _message(error, portable), _frames(error)
@@ -59,17 +59,17 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
 
 
 def has_user_code(error: BaseException) -> bool:
-    """Return True if the traceback of an exception contains code of the user."""
+    """Return True if the exception's traceback contains user code."""
     return bool(_frames(error, only_own=True))
 
 
 def shortened(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return the text, or its beginning and its length if it is too long."""
+    """Return the text. If it is longer than `longest`, cut it and append its length."""
     return text if len(text) <= longest else f"{text[:longest]} ... (cut; {len(text):,} characters in all)"
 
 
 def _from_user_code(where: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first frame of user code on; all of it if there is no such frame."""
+    """Return the traceback from the first frame of user code. Return it unchanged if it has no user code."""
     link = where
     while link is not None:
         if is_of_user(link.tb_frame):
@@ -79,11 +79,11 @@ def _from_user_code(where: TracebackType | None) -> TracebackType | None:
 
 
 def _traceback_text(error: BaseException, message: str, frames: traceback.StackSummary | None) -> str:
-    """Return the traceback as text. If `frames` are given, show only these, without their source lines."""
+    """Return the traceback as a string. If `frames` is given, list only these frames, without source lines."""
     if frames is not None:
         places = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames]
         return f"Traceback (most recent call last):\n{''.join(places)}{type(error).__name__}: {message}\n"
-    if len(message) > _LONGEST_TEXT:  # Python would print the whole message again
+    if len(message) > _LONGEST_TEXT:  # Python's text would contain the whole message again
         return "".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__name__}: {message[:200]} ...\n"
     return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
 
@@ -98,7 +98,11 @@ def _message(error: BaseException, portable: bool) -> str:
 
 
 def _quoted(error: BaseException) -> tuple[list[str], str]:
-    """Return the user's lines that an error message quotes, innermost last, and the message without quoted frames."""
+    """Split an error message that quotes frames.
+
+    Returns:
+        The quoted lines of user code, innermost last, and the message without the frames.
+    """
     text = str(error)
     if not any(head in text for head in _HEADS):
         return [], text
@@ -112,7 +116,7 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
         elif indent and line.startswith(indent):
             if is_place:
                 places[-1] += f": {line.strip()}"
-            is_place = False  # the lines after the line of code only point at parts of it
+            is_place = False  # further lines only mark parts of the line of code
         else:
             indent = ""
             words.append(line.strip())
@@ -121,7 +125,7 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
 
 
 def _location(error: BaseException, frames: traceback.StackSummary) -> str:
-    """Return the user's innermost line, or the innermost function of all if no user code was running."""
+    """Return the innermost line of user code, or without user code, the innermost function of the traceback."""
     if not frames:
         return "an unknown place"
     own = _own_lines(error)
@@ -132,7 +136,10 @@ def _location(error: BaseException, frames: traceback.StackSummary) -> str:
 
 
 def _callers(error: BaseException) -> tuple[str, ...]:
-    """Return the user's lines that led to the innermost one, innermost first; if many, the innermost and the first."""
+    """Return the lines of user code that called the innermost line, innermost first.
+
+    If there are many, return the innermost lines, a count of the omitted lines, and the outermost line.
+    """
     outer = _own_lines(error)[-2::-1]
     if len(outer) <= _MOST_CALLERS:
         return tuple(outer)
@@ -141,7 +148,7 @@ def _callers(error: BaseException) -> tuple[str, ...]:
 
 
 def _causes(error: BaseException) -> tuple[str, ...]:
-    """Return the errors that caused this one, latest first, each with the user's innermost line."""
+    """Return descriptions of the errors that caused this error, latest first, with the innermost lines of user code."""
     causes: list[str] = []
     while len(causes) < _MOST_CAUSES:
         word, before = "caused by", error.__cause__
@@ -157,21 +164,24 @@ def _causes(error: BaseException) -> tuple[str, ...]:
 
 
 def _own_lines(error: BaseException) -> list[str]:
-    """Return the user's lines in the traceback, then those that the message quotes, innermost last."""
+    """Return the lines of user code in the traceback, then the lines that the message quotes, innermost last."""
     own = _frames(error, only_own=True)
     places = [(f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line) for frame in own]
     return [f"{place}: {line}" if line else place for place, line in places] + _quoted(error)[0]
 
 
 def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackSummary:
-    """Return the frames of the traceback, or only the user's. Source files are not read until a line's text is used."""
+    """Return the traceback's frames, or with `only_own`, the frames of user code.
+
+    Source files are read only once a line's text is used.
+    """
     frames = traceback.walk_tb(error.__traceback__)
     chosen = ((frame, line) for frame, line in frames if is_of_user(frame) or not only_own)
     return traceback.StackSummary.extract(chosen, lookup_lines=False)
 
 
 def _picklable(error: BaseException) -> BaseException | None:
-    """Return the exception, or a copy without the parts that cannot be pickled, or None."""
+    """Return the exception if it can be pickled, or a copy without the parts that cannot, or None."""
     if _is_plain(error) or _survives(error):
         return error
     try:
@@ -182,7 +192,7 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return True if the exception can surely be pickled, so that trying is unnecessary. Most lost connections can."""
+    """Return True if the exception can certainly be pickled. This skips a trial for most connection errors."""
     is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
     return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)
 
@@ -197,7 +207,7 @@ def _travels(value: Any) -> bool:
 
 
 def _packed(value: Any) -> bytes | None:
-    """Return `value` pickled; None if it cannot be pickled or unpickled, or is too large."""
+    """Return the pickled `value`, or None if it cannot be pickled or unpickled or is too large."""
     import cloudpickle
 
     try:

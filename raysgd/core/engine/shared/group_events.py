@@ -1,4 +1,4 @@
-"""Events of a trainer's workers: one record and one log line for each."""
+"""Events of a trainer's worker groups. Each event is recorded and logged."""
 
 from __future__ import annotations
 
@@ -13,29 +13,35 @@ logger = logging.getLogger(__name__)
 
 EventKind = Literal["started", "continued", "restored", "restarted", "grown", "left", "hung", "lost", "ended"]
 
-# Users see events that repeat work or change the number of workers even if they set up no logging.
+# Other events are warnings, because users who have not configured logging see only warnings.
 _LEVELS = {"started": logging.DEBUG, "restarted": logging.INFO}
 _RECOVERED = {"continued": "resumed", "restored": "restarted all workers and resumed"}
 
 
 @dataclass(frozen=True)
 class GroupEvent:
-    """One event in the life of a group.
+    """One event of a trainer's worker group.
 
     Attributes:
-        kind: "started"; "continued" (survivors of a failure continued in place), "restored" (after a failure, new
-            workers restored a snapshot), "restarted" (new workers restored a snapshot because the old ones had been
-            stopped: after Ctrl-C, an exception that left some stuck, or a call out of retries), "grown", "left" (a
-            node that is going away), "hung" (a worker was killed because it did not respond), "lost" (a failure
-            ended the call with an error), or "ended" (all workers were stopped, after Ctrl-C or an exception that
-            left some stuck).
-        old_size: Number of workers before.
-        new_size: Number of workers after.
-        seconds: Duration.
-        cause: Reason of the event.
+        kind: One of these:
+
+            * "started": The first group was started.
+            * "continued": Survivors of a failure continued in place.
+            * "restored": After a failure, all workers restored a snapshot.
+            * "restarted": New workers restored a snapshot, because the old workers had been stopped after Ctrl-C, after
+              an exception that left some of them stuck, or after a call had used up its retries.
+            * "grown": More workers joined.
+            * "left": Workers left a node that is going away.
+            * "hung": A worker was killed because it did not respond.
+            * "lost": A failure ended the call with an error.
+            * "ended": All workers were stopped, after Ctrl-C or an exception that left some of them stuck.
+        old_size: Number of workers before the event.
+        new_size: Number of workers after the event.
+        seconds: Duration of the event.
+        cause: Reason for the event.
         detail: Effect on the work, in the user's terms.
-        at: When it was over, in seconds since the epoch.
-        num_kept: Number of workers that kept their process while all restarted from a snapshot.
+        at: When the event was over, in Unix time.
+        num_kept: Number of workers that kept their process while all workers restored a snapshot.
     """
 
     kind: EventKind
@@ -49,12 +55,12 @@ class GroupEvent:
 
     @property
     def began_at(self) -> float:
-        """The time when it began, in seconds since the epoch. A failure begins when it is noticed."""
+        """When the event began, in Unix time. A failure begins when it is noticed."""
         return self.at - self.seconds
 
     @property
     def is_failure(self) -> bool:
-        """True if workers were lost, recovered or not."""
+        """True if workers were lost, whether or not the trainer recovered."""
         return self.kind in ("continued", "restored", "lost")
 
     def __str__(self) -> str:
@@ -77,7 +83,7 @@ class GroupHistory:
     """The events of a trainer, oldest first.
 
     Args:
-        now: Clock, in seconds since the epoch.
+        now: Clock, in Unix time.
     """
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
@@ -95,14 +101,14 @@ class GroupHistory:
         detail: str = "",
         num_kept: int = 0,
     ) -> None:
-        """Record an event and log it."""
+        """Record and log an event. The arguments are the attributes of `GroupEvent`."""
         event = GroupEvent(kind, old_size, new_size, seconds, cause, detail, self._now(), num_kept)
         self.events.append(event)
         logger.log(_LEVELS.get(kind, logging.WARNING), "%s", event)
 
     @property
     def num_failures(self) -> int:
-        """Number of failures of workers that the trainer recovered from."""
+        """Number of worker failures from which the trainer recovered."""
         return self.count("continued") + self.count("restored")
 
     def count(self, kind: EventKind) -> int:

@@ -1,4 +1,4 @@
-"""The settings from which every group of a trainer is started."""
+"""The settings with which a trainer starts its worker groups."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from raysgd.core.engine.shared.types import Resources
 from raysgd.core.text.log_lines import LogRelay
 
 EverySeconds = float | Literal["auto"] | None
-"""The `snapshot_every_s` of users: seconds, "auto", or None for no snapshots."""
+"""The user's `snapshot_every_s`: seconds, "auto", or None for no snapshots."""
 
 
 @dataclass(frozen=True)
 class FrontEndWords:
-    """Sentences of a front end, which the engine adds to its errors and log lines.
+    """Sentences of a front end that the engine adds to its errors and log lines.
 
     Attributes:
-        when_shut_down: For a call to a trainer that was shut down.
-        when_interrupted: For a shutdown in the middle of a call.
-        when_starved: If too few workers could be started.
-        when_spent: After a failure, if no retry is left.
-        when_not_granted: If Ray did not grant the resources in time.
-        with_cpus: The argument for the CPUs of a worker, with a placeholder for the number.
-        after_end: What remains when all workers have ended, for the history.
-        restart_point: Where new workers continue, for the history.
-        name: What errors of another trainer in the same program call this one.
+        when_shut_down: Added to the error of a call to a trainer that was shut down.
+        when_interrupted: Added to the error of a call during which the trainer was shut down.
+        when_starved: Added to the error if too few workers can be started.
+        when_spent: Added to the error if a failure finds no retry left.
+        when_not_granted: Added to the error if Ray does not grant the resources in time.
+        with_cpus: The argument for a worker's CPUs, with a placeholder for the number.
+        after_end: What remains after all workers have ended. For the history.
+        restart_point: What new workers start from. For the history.
+        name: Name of this trainer in errors of other trainers in the program.
     """
 
     when_shut_down: str = ""
@@ -47,29 +47,30 @@ NO_WORDS = FrontEndWords()
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The settings from which every group of a trainer is started.
+    """The settings with which a trainer starts its worker groups.
 
     Attributes:
         connection: Connects the workers.
-        make_replica: Builds a worker's replica. It is sent to the worker.
+        make_replica: Builds a worker's replica. It is pickled and sent to the worker.
         resources: Resources of one worker.
-        use_local: True if rank 0 is the driver itself.
-        initialization_hook: Runs once in each worker process before anything else.
+        use_local: True if rank 0 runs in the driver process.
+        initialization_hook: Runs once in each worker process, before everything else.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
-        captures: True if workers copy their state after calls that change it. Pointless if no worker can be lost.
-        snapshot_every_s: How often to do so; see `is_due` in `snapshots`.
+        captures: True if workers copy their state after calls that change it. Not needed if no worker can be lost.
+        snapshot_every_s: How often workers copy their state. See `is_due` in `snapshots`.
         snapshots_inside: True if workers also copy their state inside calls.
         regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place.
-        runs_on: True if replicas keep running when the group changes, also between calls, and keep their ranks.
+        runs_on: True if replicas keep running when the group changes, even between calls, and keep their ranks.
             Excludes `regroups`.
-        renews: True if survivors that cannot continue in place keep their processes and get new replicas.
-        num_spares: Number of spare workers that wait to step in.
-        packs: True to place workers on as few nodes as possible; False for as many as possible.
-        within: The placement group to use: "default" for that of this process, a placement group, or None for none.
-        heartbeat_s: A worker that sends no heartbeat for so long counts as lost.
+        renews: True if survivors that cannot continue in place keep their processes and rebuild their replicas.
+        num_spares: Number of spare workers that are ready to replace lost workers.
+        packs: True to place workers on as few nodes as possible. False to spread them over as many as possible.
+        within: The placement group to use: "default" for the placement group of this process, a placement group, or
+            None for none.
+        heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
         settle_timeout_s: How long a survivor of a failure may take to finish its step.
-        relay: Logs the lines that workers logged.
-        words: Sentences that the front end adds to errors and log lines.
+        relay: Logs the workers' log lines in the driver.
+        words: Sentences of the front end for errors and log lines.
     """
 
     connection: Connection
@@ -94,22 +95,22 @@ class GroupSpec:
 
     @property
     def captures_after_calls(self) -> bool:
-        """True if workers copy their state after calls even if no call asks for it."""
+        """True if workers copy their state after calls on their own, without a request by the call."""
         return self.captures and self.snapshot_every_s is not None
 
     @property
     def loses_state(self) -> bool:
-        """True if the state of the workers is never copied, so that it is lost with them."""
+        """True if the workers' state is never copied, so that it is lost with the workers."""
         return self.captures and self.snapshot_every_s is None
 
     @property
     def keeps_processes(self) -> bool:
-        """True if workers keep their processes when others step in. A group can then also start with fewer."""
+        """True if workers keep their processes when other workers join. A group can then start with fewer workers."""
         return self.regroups or self.renews
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if survivors of a failure can be kept in some way, so that it matters who is left."""
+        """True if survivors of a failure can be used again, so that it matters which workers survive."""
         return self.keeps_processes or self.runs_on
 
     @property

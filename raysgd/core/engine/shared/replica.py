@@ -1,6 +1,6 @@
-"""The interface that the engine expects of a replica, and the functions that it calls replicas with.
+"""The interface that the engine expects of a replica, and the functions through which it calls replicas.
 
-The functions stand here because a worker imports the module of each function that it is sent.
+The functions are in this module because a worker imports the module of each function that it receives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Capture:
     """One rank's part of a snapshot.
 
     Attributes:
-        rank_state: State that only this rank has (its random state); small.
-        shared_state: State that all ranks share (model, optimizer, ...). From rank 0 only, and only if it is small
-            enough to travel with the answer.
-        progress: Progress of this rank in the running call, for a mid-call snapshot; small.
-        token: Identifies the shared state that waits in the worker's memory to be fetched; None if none does.
-        is_part: True if the shared state is divided: each rank's token stands for a part of it.
+        rank_state: This rank's own state, such as its random state. Small.
+        shared_state: State that all ranks share, such as model and optimizer. Set only by rank 0, and only if it is
+            small enough to be sent with the answer.
+        progress: This rank's progress in the running call, for a mid-call snapshot. Small.
+        token: Identifies shared state that is stored in the worker until it is fetched. None if none is stored.
+        is_part: True if the shared state is sharded. Each rank's token then identifies the rank's shard.
         seconds: Duration of the copy.
     """
 
@@ -36,87 +36,88 @@ class Capture:
 
 
 class Replica(Protocol):
-    """The framework's object in a worker process. Only `fetch` may run while another method runs."""
+    """The framework's object in a worker process. Only `fetch` may be called while another method is running."""
 
     def setup(self) -> Any:
-        """Build the user's objects. The worker has joined its group. Return facts for the front end."""
+        """Build the user's objects, after the worker has joined its group. Return facts for the front end."""
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copy the state, once. `landed_token` is the token of the newest shared state that the driver has."""
+        """Copy the state. `landed_token` is the token of the newest shared state that has arrived in the driver."""
 
     def fetch(self, token: int) -> Any:
-        """Return the shared state for `token`. Called from a second thread, possibly during training."""
+        """Return the stored shared state for `token`. Called from another thread, possibly during training."""
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot. `own_state` is None if the snapshot has no state of this rank."""
+        """Restore a snapshot. `own_state` is None if the snapshot has no own state for this rank."""
 
     def shutdown(self) -> None:
-        """Release what a killed process would leak or what would disturb the next replica in this process."""
+        """Release resources that would outlive the process or disturb the next replica in it."""
 
 
 class RegroupingReplica(Replica, Protocol):
-    """A replica that survives the loss of others: it keeps its process and memory and continues in a new group.
+    """A replica that can survive the loss of other replicas: it keeps its process and continues in a new group.
 
     `heartbeat`, `propose_hold`, `settle_hold` and `last_hold` are called from a second thread while a call runs.
     """
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return the progress of the replica. It has left the old group by then."""
+        """Return the replica's progress, after it has left the old group."""
 
     def warm_up(self) -> None:
-        """Do in advance everything that is slow the first time. The state is replaced by another replica's later."""
+        """Run everything that is slow the first time. The state is overwritten later, when the worker joins a group."""
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Continue in a new group, which has formed, as rank `world.rank`. Return facts, like `setup`."""
+        """Continue as rank `world.rank` of a new group, which has formed. Return facts, like `setup`."""
 
     def heartbeat(self) -> Heartbeat:
         """Return a heartbeat."""
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
-        """Ask to stop before step `at` of the running call; if None, `margin` steps from now.
+        """Propose to stop the running call after `at` steps, or if `at` is None, `margin` steps from now.
+
+        A rank that accepts waits at that step until the proposal is settled.
 
         Args:
-            number: Number of the proposal, larger than that of each one before. A proposal that arrives twice or late
-                is ignored.
-            margin: How many steps ahead.
-            at: The step that another rank chose.
+            number: Number of the proposal. Numbers increase, and a proposal that arrives twice or late is ignored.
+            margin: Number of steps from now. Used if `at` is None.
+            at: Number of steps that another rank has accepted.
 
         Returns:
-            The step, or None if this rank cannot stop there. At that step it waits until the proposal is settled.
+            The number of steps, or None if this rank cannot stop there.
         """
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Settle a proposal: all ranks stop at the proposed step if `is_agreed`, otherwise none does."""
+        """Settle a proposal: stop at the proposed step if `is_agreed`, otherwise drop the proposal."""
 
     def last_hold(self) -> tuple[int, bool]:
-        """Return the number of the last proposal, and True if this rank was told that all agreed to it."""
+        """Return the number of the last proposal, and True if this rank was notified that all ranks agreed to it."""
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
-        """Restore a snapshot that was taken inside a call. The call continues from there.
+        """Restore a snapshot that was taken inside a call, so that the call can resume there.
 
         Args:
-            shared_state: As for `restore`.
-            own_state: As for `restore`.
+            shared_state: The shared state.
+            own_state: This rank's own state. None if the snapshot has none for this rank.
             first: Progress of rank 0.
-            parts: Progress of the ranks whose metrics this one counts.
+            parts: Progress of the old ranks whose metrics this rank takes over.
         """
 
     def capture_here(self) -> Capture:
-        """Copy the state of the last completed step. Include the progress of an interrupted call if it can continue."""
+        """Copy the state of the last completed step, with the progress of an interrupted call if it can resume."""
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of mid-call snapshot `number`; None if it was dropped."""
+        """Return this rank's part of mid-call snapshot `number`, or None if it is no longer stored."""
 
 
 ReplicaFactory = Callable[[World], Replica]
 
 
 def nothing(replica: Replica) -> None:
-    """Do nothing. For a call whose purpose is the copy of the state after it."""
+    """Do nothing. Used for a call that only copies the state."""
 
 
 def fetch(replica: Replica, token: int) -> Any:
-    """Return the part of the state that waits under a token."""
+    """Return the state that the replica stores for `token`."""
     return replica.fetch(token)
 
 
@@ -131,21 +132,21 @@ def restore_inside(replica: Any, shared_state: Any, own_state: Any, first: Any, 
 
 
 def replica_progress(replica: RegroupingReplica) -> ReplicaProgress:
-    """Return the progress of a survivor."""
+    """Return the progress of the replica."""
     return replica.replica_progress()
 
 
 def heartbeat(replica: Any) -> Heartbeat | None:
-    """Return a heartbeat with the log lines of the process.
+    """Return a heartbeat with the process's new log lines.
 
-    The call may end before the driver reads this, so its answer contains the log lines again.
+    The call's answer repeats these lines, because the driver may not read the heartbeat before the call ends.
     """
     found = sign_of_life(replica)
     return None if found is None else replace(found, notes=log_lines.glance())
 
 
 def sign_of_life(replica: Any) -> Heartbeat | None:
-    """Return a heartbeat without log lines; None if the replica gives no heartbeats."""
+    """Return a heartbeat without log lines, or None if the replica has no heartbeats."""
     found: Heartbeat | None = replica.heartbeat() if hasattr(replica, "heartbeat") else None
     return found
 
@@ -156,31 +157,31 @@ def part_of_snapshot(replica: RegroupingReplica, number: int) -> Capture | None:
 
 
 def capture_here(replica: RegroupingReplica) -> Capture:
-    """Copy the state, also in the middle of an interrupted call."""
+    """Copy the state of the last completed step, even in an interrupted call."""
     return replica.capture_here()
 
 
 def hold(replica: Any) -> None:
-    """Let a replica that keeps running between calls return from its call, so that workers can step in."""
+    """Interrupt the call of a replica that keeps running between calls, so that workers can join."""
     replica.hold()
 
 
 def propose_hold(replica: RegroupingReplica, number: int, margin: int, at: int | None) -> int | None:
-    """Propose a step to stop at. Return it, or None if this rank cannot stop there."""
+    """Propose a step to stop at. Return the step, or None if this rank cannot stop there."""
     return replica.propose_hold(number, margin, at)
 
 
 def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
-    """Settle the proposal of a step: say whether all ranks stop there."""
+    """Settle a proposed stop. `is_agreed` is True if all ranks stop at the step."""
     replica.settle_hold(number, is_agreed)
 
 
 def last_hold(replica: Any) -> tuple[int, bool]:
-    """Return the number of the last proposed stop, and True if the replica was told that all agreed."""
+    """Return the number of the last proposed stop, and True if the rank was notified that all ranks agreed."""
     found: tuple[int, bool] = replica.last_hold() if hasattr(replica, "last_hold") else (0, False)
     return found
 
 
 def leave_call(replica: Any, number: int) -> None:
-    """Let the call of this loan, and those of all earlier ones, give up between two batches."""
+    """Make the calls of loan `number` and of all earlier loans give up between two batches."""
     replica.leave_call(number)

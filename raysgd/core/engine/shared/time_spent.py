@@ -1,7 +1,7 @@
-"""The time of each rank, divided into named bins that add up to the time that passed. Pure functions and values.
+"""What each rank's time was spent on: seconds by bin, which add up to the elapsed time.
 
-Workers measure (`raysgd/trainer/worker/ledger.py`), and the driver adds up (`raysgd/core/history/accounts.py`). ADR 97
-explains the bins.
+Workers measure the times (`raysgd/trainer/worker/ledger.py`), and the driver sums them
+(`raysgd/core/history/accounts.py`). ADR 97 explains the bins.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BINS: Mapping[str, str] = {
     DRIVER: "driver (between calls)",
     OTHER: "other",
 }
-"""Names of the bins, and how to call them in texts."""
+"""Descriptions of the bins for users, by bin."""
 
 SHOWN_FROM = 0.005
 OUTSIDE = (START_UP, EVALUATION, VALIDATION_WAIT, DRIVER)
@@ -54,13 +54,13 @@ _AVOIDABLE = {
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """The time of one replica, as measured in its worker.
+    """What one replica's time was spent on, as measured in its worker.
 
     Attributes:
-        of: Identifies the replica. Replicas that hold the same rank one after the other differ in it.
+        of: Identifies the replica. It differs between replicas that have the same rank one after the other.
         seconds: Seconds by bin since the replica got its rank.
-        unsaved_s: Seconds of useful steps since its state was last copied.
-        is_successor: True if it took over the rank in a group that continued.
+        unsaved_s: Seconds of useful steps since the replica's state was last copied.
+        is_successor: True if the replica got its rank in a group that continued in place.
     """
 
     of: str
@@ -70,24 +70,24 @@ class TimeSpent:
 
     @cached_property
     def total_s(self) -> float:
-        """Sum of the seconds of all bins."""
+        """Total seconds of all bins."""
         return sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
 class TimeLedger:
-    """The time of every rank of a trainer, by what it was spent on.
+    """What the time of a trainer's ranks was spent on.
 
     Attributes:
-        ranks: Seconds by bin, for each rank that has reported. They add up to the time that the rank has existed.
-        notes: Sentences about what the ledger leaves out.
+        ranks: For each rank that has reported, its seconds by bin. They add up to the time that the rank has existed.
+        notes: Sentences that say what the ledger does not include.
     """
 
     ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def of(self, rank: int) -> Mapping[str, float]:
-        """Return the seconds of a rank by bin.
+        """Return a rank's seconds by bin.
 
         Raises:
             ValueError: The rank has not reported yet.
@@ -98,7 +98,7 @@ class TimeLedger:
         raise ValueError(f"`rank={rank!r}` has no ledger: {'; '.join([known, *self.notes])}.")
 
     def total(self) -> dict[str, float]:
-        """Return the seconds of all ranks together by bin, without empty bins."""
+        """Return the total seconds of all ranks by bin. Empty bins are left out."""
         return dict(self._total)
 
     @cached_property
@@ -111,19 +111,22 @@ class TimeLedger:
 
     @property
     def training_s(self) -> float:
-        """Seconds of all ranks together in training calls, recoveries included."""
+        """Total seconds of all ranks in training calls, including recoveries."""
         return seconds_in_calls(self.total())
 
     @property
     def goodput(self) -> float | None:
-        """Share of the time in training calls that was not lost to failures or spent on guarding against them.
+        """Fraction of the time in training calls that was neither lost to failures nor spent on protection from them.
 
         None before the first training call.
         """
         return goodput_of(self.total())
 
     def largest_avoidable(self) -> tuple[str, float] | None:
-        """Return the largest avoidable cost of the training calls, in words, and its share of their time."""
+        """Return a description of the training calls' largest avoidable cost, and its fraction of their time.
+
+        None before the first training call.
+        """
         total = self.total()
         inside = seconds_in_calls(total)
         if not inside:
@@ -143,7 +146,7 @@ class TimeLedger:
 
 
 def goodput_of(seconds: Mapping[str, float]) -> float | None:
-    """Return the share of the time in training calls that was not lost.
+    """Return the fraction of the time in training calls that was not lost. None without training calls.
 
     Examples:
         >>> goodput_of({"useful": 8.0, "data": 1.0, "recovery_form": 1.0, "driver": 100.0})
@@ -154,5 +157,5 @@ def goodput_of(seconds: Mapping[str, float]) -> float | None:
 
 
 def seconds_in_calls(seconds: Mapping[str, float]) -> float:
-    """Return the seconds in training calls, recoveries included."""
+    """Return the seconds in training calls, including recoveries."""
     return sum(spent for name, spent in seconds.items() if name not in OUTSIDE)

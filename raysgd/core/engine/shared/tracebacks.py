@@ -1,8 +1,8 @@
-"""Cuts the frames of the library out of the errors that users see. `RAYSGD_TRACEBACK=full` keeps them.
+"""Removes the library's frames from the tracebacks that users see. `RAYSGD_TRACEBACK=full` disables this.
 
-Like Keras and JAX, this shortens the traceback of the error itself. It replaces no hook of Python or IPython, and a
-debugger still stops in the user's frames, also in those of a worker in this process. An error that may be a bug of
-raysgd keeps its whole traceback.
+As in Keras and JAX, the error's own traceback is shortened. No hook of Python or IPython is replaced, and debuggers
+still stop in the user's frames, even in those of a worker in this process. An error that may be a bug of raysgd keeps
+its whole traceback.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from raysgd.exceptions import RaySGDError
 ClassT = TypeVar("ClassT", bound=type[Any])
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # the place in the library that raised one explains nothing
+_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # the library's frames explain nothing about these
 _MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)  # mostly a wrong argument or path, rarely a bug
 _MOST_FRAMES = 3
 
 
 def hide_library_frames(cls: ClassT) -> ClassT:
-    """Decorate a class: its constructor and public methods raise errors without frames of the library."""
+    """Decorate a class so that its constructor and public methods raise errors without the library's frames."""
     for name, value in [*vars(cls).items()]:
         is_public = not name.startswith("_") or name in ("__init__", "__next__")
         if is_public and inspect.isfunction(value) and not getattr(value, "__isabstractmethod__", False):
@@ -33,12 +33,12 @@ def hide_library_frames(cls: ClassT) -> ClassT:
 
 
 def hides_library_frames(method: MethodT) -> MethodT:
-    """Decorate a method or a generator function that users call."""
+    """Decorate a method or generator function so that it raises errors without the library's frames."""
     if inspect.isgeneratorfunction(method):
 
         @wraps(method)
         def items(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True  # pytest and IPython then leave out this frame too
+            __tracebackhide__ = True  # hides this frame in pytest and IPython, too
             try:
                 return (yield from method(*args, **kwargs))
             except BaseException as error:
@@ -58,11 +58,11 @@ def hides_library_frames(method: MethodT) -> MethodT:
 
 
 def without_library_frames(error: BaseException, unless: str) -> BaseException:
-    """Return an error of the library with only the part of its traceback that helps a user.
+    """Shorten an error's traceback to the frames that help a user. Return the error.
 
     Args:
-        error: The error. Its traceback begins in the caller of this function.
-        unless: How to switch this off. Unused: Python shows the calling line in the traceback, so the user reads it.
+        error: The error. Its traceback starts in the caller of this function.
+        unless: How to disable this. Unused, but users read it, because the traceback shows the calling line.
     """
     trace = error.__traceback__
     inside = trace.tb_next if trace is not None else None
@@ -78,7 +78,7 @@ def without_library_frames(error: BaseException, unless: str) -> BaseException:
 
 
 def _hide_in_causes(error: BaseException) -> None:
-    """Hide library frames in the causes, which Python shows before this error."""
+    """Remove the library's frames from the causes of the error, which Python prints before the error."""
     seen: list[BaseException] = [error]
     for each in seen:
         for before in (each.__cause__, each.__context__):

@@ -1,4 +1,4 @@
-"""The data that the parts of the engine exchange. Everything is frozen; results are new objects."""
+"""The data types that the parts of the engine exchange. All are frozen: changes create new objects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raysgd.exceptions import WorkerFault
 FailureKind = Literal["died", "disconnected", "user"]
 LOOPBACK = "127.0.0.1"
 PORT_BITS = 16
-"""Number of bits of an endpoint that are its port. The other bits identify a Unix socket."""
+"""Number of low bits of an endpoint's number that are its port. The other bits identify a Unix socket."""
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The node, process and GPUs of a worker. The GPUs are those that Ray assigned."""
+    """The node and process of a worker, and the GPUs that Ray assigned to it."""
 
     node_id: str
     node_ip: str
@@ -29,12 +29,12 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The addresses at which the ranks of a group listen for each other. The driver distributes them through Ray.
+    """The addresses at which the ranks of a group listen for each other. The driver sends them through Ray.
 
     Attributes:
         addresses: Host and port of each rank, by rank. The port may have more bits than `PORT_BITS`.
         on_one_node: True if all ranks run on one node.
-        secret: Key by which the ranks of this group recognize each other.
+        secret: Key with which the ranks of this group authenticate each other.
     """
 
     addresses: tuple[tuple[str, int], ...]
@@ -60,8 +60,8 @@ class Rendezvous:
 def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:
     """Return the address at which each worker should listen for the others.
 
-    On a single node, that is the loopback address: nothing outside needs to connect, and a node may not be able to
-    reach its own public address.
+    If all workers are on one node, this is the loopback address: no other node needs to connect, and a node may not be
+    able to reach its own public address.
     """
     on_one_node = len({info.node_id for info in infos}) == 1
     return [LOOPBACK if on_one_node else info.node_ip for info in infos]
@@ -69,9 +69,15 @@ def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place among all workers.
+    """One worker's position in its group.
 
     Attributes:
+        rank: The worker's rank.
+        size: Number of workers in the group.
+        local_rank: The worker's rank among the workers on its node.
+        local_size: Number of workers on its node.
+        node_rank: Index of its node.
+        num_nodes: Number of nodes that have workers of the group.
         gpu_ids: GPUs that Ray assigned to this worker.
         node_gpu_ids: GPUs of all workers on its node, in order.
     """
@@ -95,11 +101,11 @@ class Resources:
     """The resources that one worker needs.
 
     Attributes:
-        num_cpus: CPUs.
-        num_gpus: GPUs.
-            custom: Other resources: amount by name.
-            runtime_env: The Ray runtime environment of the process; empty for the job's.
-            labels: Labels that the node must have; empty for any node.
+        num_cpus: Number of CPUs.
+        num_gpus: Number of GPUs.
+        custom: Amounts of other resources, by name.
+        runtime_env: The Ray runtime environment of the process. Empty for the job's environment.
+        labels: Labels that the node must have. Empty for any node.
     """
 
     num_cpus: float = 1
@@ -109,17 +115,21 @@ class Resources:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def bundle(self) -> dict[str, float]:
-        """Return the resources as a mapping for Ray, without zeros, because Ray refuses them in bundles."""
+        """Return the resources as a Ray bundle. Zeros are left out, because Ray rejects them."""
         amounts = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.custom}
         return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """One live node, with its total and its free resources.
+    """One live node, with its total and free resources.
 
     Attributes:
-        is_settling: True if more will be free in a moment, because a removed placement group still holds some.
+        node_id: Ray's ID of the node.
+        address: Address of the node.
+        total: All resources of the node.
+        available: Free resources of the node.
+        is_settling: True if more resources will be free soon, because a removed placement group still holds some.
     """
 
     node_id: str
@@ -144,8 +154,8 @@ class ClusterView:
 
     Attributes:
         nodes: The live nodes.
-        holders: The placement groups that hold or want resources.
-        can_grow: True if nodes may join.
+        holders: The placement groups that hold resources or wait for them.
+        can_grow: True if more nodes may join.
     """
 
     nodes: tuple[NodeView, ...]
@@ -162,11 +172,11 @@ class Failure:
     """The reason why one worker's call did not return a value.
 
     Attributes:
-        kind: What kind of failure it is.
+        kind: "died", "disconnected" or "user". See `Diagnosis`.
         fault: Description of the exception.
-        notes: Lines that the worker logged before.
-        joint_work: Record of what the worker did in the call that all ranks have to do in the same way. Filled in if
-            the group failed.
+        notes: Lines that the worker logged before the failure.
+        joint_work: Record of the work in this call that all ranks must do in the same way, such as steps. It shows how
+            ranks diverged. None if not recorded.
     """
 
     kind: FailureKind
@@ -196,14 +206,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """The progress of a replica in a call that was interrupted, or that stopped at a step boundary.
+    """The progress of a replica in a call that was interrupted or that stopped at a step boundary.
 
     Attributes:
-        progress: Number of completed steps of the call. All ranks count them in the same way.
-        is_whole: True if its state is that of a completed step, so that others may copy it.
-        obstacle: Reason why it cannot continue in another group; None if it can.
+        progress: Number of completed steps of the call. All ranks count steps in the same way.
+        is_whole: True if the replica has the state after a completed step, so that other replicas may copy it.
+        obstacle: Reason why the replica cannot continue in another group, or None if it can.
         words: The progress in the user's terms, for the log.
-        admits: True if others may join it at this point.
+        admits: True if other workers may join at this point.
     """
 
     progress: int = 0
@@ -215,14 +225,14 @@ class ReplicaProgress:
 
 @dataclass(frozen=True)
 class StateHandover:
-    """Which ranks of a new group take over a state, and from which rank.
+    """Which ranks of a new group receive the state, and which rank sends it.
 
     Attributes:
-        source: Rank, in the new group, from whose state all continue.
-        takers: Ranks that lack this state, in the order in which they pass it on.
-        orphans: Progress and metrics of the ranks that left in an orderly way.
-        make_replica: Makes replicas that match the current ones, for workers that got ready earlier; None if not
-            needed.
+        source: Rank in the new group whose state all ranks continue from.
+        takers: Ranks in the new group that lack this state, in the order in which they pass it on.
+        orphans: Progress and metrics of the ranks that left without having failed.
+        make_replica: The current replica factory, for joining workers, whose factory may be outdated. None for
+            survivors.
     """
 
     source: int = 0
@@ -231,10 +241,10 @@ class StateHandover:
     make_replica: Any = None
 
     def by_node(self, worlds: Sequence[World]) -> StateHandover:
-        """Order the takers so that the state travels to each node once, starting with the source's node.
+        """Order the takers so that the state is sent to each node once, starting with the source's node.
 
         Args:
-            worlds: The place of each rank.
+            worlds: The `World` of each rank.
         """
         home = worlds[self.source].node_rank
 
@@ -247,14 +257,14 @@ class StateHandover:
 
 @dataclass(frozen=True)
 class DataLedger:
-    """How many samples of the current or last pass over the data were used, and what became of the others.
+    """How many samples of the current or last pass over the data were used, in flight or left out.
 
     Attributes:
         pass_index: Index of the pass, from 0.
-        due: Number of samples that this pass uses in steps; None if it is not known before its end.
-        used: Number of samples used so far by all workers together, each once.
-        in_flight: Number of samples in the step that is running. They are repeated if it is interrupted.
-        left_out: Number of rows of a stream that could not be read and were left out.
+        due: Number of samples that this pass will use in steps. None if this is unknown until the pass ends.
+        used: Number of samples used so far by all workers together. Each sample counts once.
+        in_flight: Number of samples in the running step. They are used again if the step is interrupted.
+        left_out: Number of rows of a stream that could not be read and were skipped.
     """
 
     pass_index: int
@@ -279,22 +289,22 @@ class DataLedger:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life of a replica.
+    """A replica's answer to a poll: a sign of life, with its progress.
 
     Attributes:
-        epoch: The current pass over the data.
-        step: Steps completed in the running call; -1 between calls.
-        phase: What the replica is doing.
+        epoch: The current epoch.
+        step: Number of steps completed in the running call. -1 between calls.
+        phase: What the replica is doing, such as "training" or "idle".
         num_samples: Number of samples that this rank has processed in the running call.
-        snapshot: Number of the newest snapshot taken inside the running call; 0 if there is none.
-        at: Time of the heartbeat, on the clock of its process.
-        own_s: Seconds of the current or last training call that this rank worked rather than waited for others. None if
-            not measured.
-        data: Counts of the samples; None if the library does not divide the data.
+        snapshot: Number of the newest snapshot taken inside the running call. 0 if there is none.
+        at: Time of the heartbeat, on the worker process's clock.
+        own_s: Seconds that this rank has worked, rather than waited for other ranks, in the current or last training
+            call. None if not measured.
+        data: Counts of the samples. None if the library does not shard the data.
         notes: Lines that the process logged since its last heartbeat or answer.
-        time: What the rank's time was spent on; None if not measured.
-        joint_work: Record of what the rank did in the current or last training call that all ranks have to do in the
-            same way. None if not recorded.
+        time: What the rank's time was spent on. None if not measured.
+        joint_work: Record of the work in the current or last training call that all ranks must do in the same way. None
+            if not recorded.
     """
 
     epoch: int = 0
@@ -317,12 +327,12 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class HeldAtStep:
-    """The result, on every rank, of a call that stopped at the step boundary where it was asked to stop.
+    """What a call returns on every rank if it stopped at a proposed step boundary.
 
     Attributes:
         step: Number of completed steps of the call.
-        part: This rank's part of a snapshot taken there (a `Capture`).
-        is_planned: Whether the call itself was to be left there.
+        part: This rank's part of a snapshot taken at that step (a `Capture`).
+        is_planned: True if the call's own arguments asked to leave it at this step.
     """
 
     step: int
@@ -346,5 +356,5 @@ class GroupReport:
 
     @property
     def all_answered(self) -> bool:
-        """True if every worker answered, is alive and is connected, so that the group can take another call."""
+        """True if every worker answered, is alive and is connected, so that the group can run another call."""
         return all(o.answered and (o.failure is None or o.failure.kind == "user") for o in self.outcomes)

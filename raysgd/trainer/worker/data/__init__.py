@@ -1,1 +1,1 @@
-"""The data of one worker: streams of batches, and the position in them."""
+"""One worker's data: streams of batches and the worker's position in them."""

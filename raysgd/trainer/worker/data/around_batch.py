@@ -1,7 +1,7 @@
-"""A wrapper around `train_batch` or `validate_batch` of an operator, and the metrics that `self.log` reports.
+"""Wraps an operator's `train_batch` or `validate_batch`, and collects the metrics that `self.log` reports.
 
-The wrapper is set on the operator, so a user's own loop goes through it like the stock loop. It completes the metrics
-outside of the method, because an override may compute with what the stock method returns.
+The wrapper is set on the operator, so a user's own loop calls it just as the default loop does. It adds the missing
+metrics outside the method, because an override may do arithmetic on what the default method returns.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
 
 
 def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
-    """Keep a logged metric for its batch. If a name is logged twice, the last value stays.
+    """Record a logged metric for the current batch. A later value under the same name replaces an earlier value.
 
     Raises:
-        TypeError: The name is no text, or the value is a symbolic tensor of a TensorFlow graph.
-        ValueError: The name is that of a counter.
+        TypeError: The name is not a non-empty string, or the value is a symbolic tensor of a TensorFlow graph.
+        ValueError: The name is reserved for a counter.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f'`log({name!r}, ...)`: the first argument is the name of a metric, such as "iou".')
@@ -37,7 +37,7 @@ def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
 
 
 def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch's metrics with the logged ones, and empty `logged`. A returned value replaces a logged one."""
+    """Merge logged metrics into a batch's metrics, and clear `logged`. A returned value replaces a logged value."""
     if not logged:
         return metrics
     together = {**logged, **metrics}
@@ -46,19 +46,19 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
 
 
 def set_apart(internals: Any) -> None:
-    """Move metrics that were logged before this batch to the result of the call."""
+    """Move metrics logged since the last batch to the result of the call."""
     internals.logged_outside.update(internals.logged)
     internals.logged.clear()
 
 
 def forget(internals: Any) -> None:
-    """Drop all logged metrics, at the beginning of a call."""
+    """Discard all logged metrics at the start of a call."""
     internals.logged.clear()
     internals.logged_outside.clear()
 
 
 def take_outside(internals: Any) -> dict[str, Any]:
-    """Return the metrics that were logged outside of any batch, for the result of the call."""
+    """Return and clear the metrics that were logged outside any batch. They go into the result of the call."""
     if not (internals.logged or internals.logged_outside):
         return {}
     set_apart(internals)
@@ -71,13 +71,13 @@ def take_outside(internals: Any) -> dict[str, Any]:
 def around_batches(
     operator: Any, name: str, place: PlaceInStep, after: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
-    """Wrap a method of the operator, so that its metrics have their number of samples and the logged metrics.
+    """Wrap a method of the operator so that its metrics include the sample count and the logged metrics.
 
     Args:
         operator: The operator.
         name: Name of the method.
-        place: Place of the replica in its step. It says which batches are padding, which count no samples.
-        after: Called with the metrics of each batch, and returns metrics.
+        place: The replica's position in its step. It identifies padding batches, whose samples are not counted.
+        after: Called with each batch's metrics. Its return value replaces them.
     """
     internals, method, was_set = operator._raysgd, getattr(operator, name), name in vars(operator)
 
@@ -96,6 +96,6 @@ def around_batches(
     finally:
         internals.place = place_before
         if was_set:
-            setattr(operator, name, method)  # the user had set one on the object
+            setattr(operator, name, method)  # the user had set this method on the instance
         else:
             delattr(operator, name)

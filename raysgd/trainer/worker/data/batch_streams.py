@@ -1,10 +1,11 @@
-"""Streams of batches across calls, which know the position of one replica in its data.
+"""Streams of batches that last across calls and track one replica's position in its data.
 
-A stream keeps a live iterator over its source between calls, so a call with `num_steps` continues where the last one
-stopped. The position is the number of samples that all ranks have used, so it is valid for any number of workers.
+A stream keeps an iterator over its source open between calls, so a call with `num_steps` continues where the previous
+call stopped. The position is the number of samples that all ranks together have used, so it is valid for any number of
+workers.
 
-A step counts as done only when the loop asks for the next batch, or ends: then `BatchStream.take` confirms it. Until
-then, the meters and `global_step` of the operator may be ahead of the position.
+A step counts as done only once the loop requests the next batch or finishes. `BatchStream.take` then confirms the
+step. Until then, the operator's meters and `global_step` may be ahead of the position.
 """
 
 from __future__ import annotations
@@ -15,47 +16,47 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 NO_BATCH = object()
-"""Stands for a batch if this rank has no samples in a global step. The step still counts."""
+"""Placeholder batch for a global step in which this rank has no samples. The step still counts."""
 _REDRAW_EVERY_S = 0.1
 
 
 class BatchInStep(Protocol):
-    """One rank's batch in a step of all replicas."""
+    """One rank's batch in a step that all replicas take together."""
 
     @property
     def num_samples(self) -> int | None:
-        """Number of samples that count; None if it is not known."""
+        """Number of samples in the batch, without padding; None if unknown."""
 
     @property
     def is_padding(self) -> bool:
-        """True if the batch counts no samples, and is only trained on because the other ranks wait for this one."""
+        """True if none of the batch's samples count. The rank trains on it so that other ranks need not wait."""
 
     @property
     def is_boundary(self) -> bool:
-        """True if the optimizer step ends with this batch."""
+        """True if this batch completes an optimizer step."""
 
 
 class PlaceInStep(Protocol):
-    """The place of a replica in a step of all replicas. With PyTorch, this is the `Leg` of the running call.
+    """A replica's position in a step that all replicas take together. With PyTorch, the `Leg` of the running call.
 
     Attributes:
-        began_at: Time at which the replica began to draw its batch.
+        began_at: Time at which the replica started to draw its batch.
     """
 
     began_at: float
 
     @property
     def batch(self) -> BatchInStep:
-        """The last batch that was handed out."""
+        """The most recent batch that the stream yielded."""
 
     def skip(self) -> None:
-        """Called when the last batch is left out."""
+        """Exclude the most recent batch from training."""
 
     def confirm(self) -> None:
-        """Called before a step counts as done. Raises if the group broke in the step."""
+        """Check the group before a step counts as done. Raises if the group broke during the step."""
 
     def end_stream(self) -> None:
-        """Called when no batch follows in this call."""
+        """Called when the call has no more batches."""
 
 
 ItemT = TypeVar("ItemT")
@@ -63,14 +64,14 @@ PlaceT = TypeVar("PlaceT", bound=PlaceInStep)
 
 
 class _OpenPass(Generic[ItemT]):
-    """The rest of a pass.
+    """The part of a pass that has not been yielded yet.
 
     Args:
         items: Iterator over the items.
 
     Attributes:
-        items: Iterator over the items that were not drawn.
-        ahead: Items that were drawn and not handed out. None stands for the end of the pass.
+        items: Iterator over the items that have not been drawn.
+        ahead: Items that were drawn but not yielded. None marks the end of the pass.
     """
 
     def __init__(self, items: Iterator[ItemT]) -> None:
@@ -79,23 +80,23 @@ class _OpenPass(Generic[ItemT]):
 
 
 class BatchStream(ABC, Generic[ItemT, PlaceT]):
-    """Hands out the batches of a source, pass after pass, and remembers the position.
+    """Yields the batches of a source, pass after pass, and tracks the position.
 
-    A subclass defines what an item of its source is, and how samples are counted.
+    A subclass defines what an item of its source is and how samples are counted.
 
     Args:
         source: Source of the batches.
-        place_of: Returns the place of the replica, which is told about each batch before it is handed out.
-        next_pass: Called when a new pass begins. Returns its index.
-        undo: Called before a padding batch. Returns a function that undoes what training on that batch changed.
+        place_of: Returns the replica's position in its step. The stream reports each batch to it before yielding it.
+        next_pass: Called when a new pass starts. Returns the index of the pass.
+        undo: Called before a padding batch. Returns a function that reverts the effects of training on that batch.
 
     Attributes:
-        at_boundary: Called between two steps, if it is set. An exception from it ends the iteration.
-        prepare: Called before the first batch of a call and of a pass.
-        has_one_pass: True if the source has a single pass, which all ranks begin together, so no rank may begin
-            another.
-        pass_index: Index of the last pass that began.
-        num_steps_taken: Number of steps whose first batch was handed out.
+        at_boundary: If set, called between two steps. An exception that it raises ends the iteration.
+        prepare: Called before the first batch of every call and every pass.
+        has_one_pass: True if the source has only one pass, which all ranks start together. No rank may then start
+            a second pass.
+        pass_index: Index of the most recently started pass.
+        num_steps_taken: Number of steps whose first batch was yielded.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._undo_padding: Callable[[], None] | None = None
         self._pass: _OpenPass[ItemT] | None = None
         self._to_resume: tuple[int, int] | None = None
-        self._num_open = 0  # global batches begun since the last confirmed optimizer step
-        self._is_last_of_step = True  # about the last batch drawn
+        self._num_open = 0  # global batches started since the last confirmed optimizer step
+        self._is_last_of_step = True  # refers to the most recently drawn batch
         self.at_boundary: Callable[[], None] | None = None
         self.prepare: Callable[[], None] = lambda: None
         self.has_one_pass = self._has_begun = False
@@ -122,43 +123,43 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
     @property
     def place(self) -> PlaceT:
-        """The place of the replica in its step. With PyTorch, this is the `Leg` of the running call."""
+        """The replica's position in its step. With PyTorch, this is the `Leg` of the running call."""
         return self._place_of()
 
     @property
     @abstractmethod
     def completed(self) -> int:
-        """Number of samples of the current pass that all ranks have used in completed steps; 0 if it is not known."""
+        """Number of samples of the current pass that all ranks used in completed steps; 0 if unknown."""
 
     @abstractmethod
     def _begin_pass(self, consumed: int) -> Iterator[ItemT]:
-        """Open the source in the pass `pass_index`, after `consumed` samples."""
+        """Open the source for the pass `pass_index`, skipping the first `consumed` samples."""
 
     @abstractmethod
     def _begin_step(self, place: PlaceT, item: ItemT, is_last: bool) -> Any:
-        """Tell `place` about a batch, count its samples, and return it.
+        """Report a batch to `place`, count its samples, and return the batch.
 
         Args:
-            place: The place of the replica.
-            item: The item of the source.
+            place: The replica's position in its step.
+            item: The source's item.
             is_last: True if the pass or the call ends with this batch.
         """
 
     @property
     def num_steps_completed(self) -> int:
-        """Number of steps that count as done. After the last batch of an optimizer step, the loop asked for another."""
+        """Number of steps that count as done. A step counts once the loop has requested the batch after it."""
         return self.num_steps_taken - self._num_open
 
     @property
     def is_mid_pass(self) -> bool:
-        """True if the next batch belongs to the last pass that began."""
+        """True if the next batch belongs to the most recently started pass."""
         return self._pass is not None or self._to_resume is not None or self._num_open > 0
 
     def settle(self) -> None:
-        """Confirm the last step, because the loop over the batches has ended.
+        """Confirm the last step, because the loop over the batches has finished.
 
         Raises:
-            RuntimeError: The group broke in the last step.
+            RuntimeError: The group broke during the last step.
         """
         self._settle(self.place)
 
@@ -170,7 +171,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._num_open = 0
 
     def break_off(self) -> None:
-        """Forget an interrupted step. Its batches will be handed out again, perhaps by another rank."""
+        """Discard an interrupted step. Its batches will be yielded again, possibly on another rank."""
         self._leave_padding()
         if self.is_mid_pass:
             self.resume(self.pass_index, self.completed)
@@ -178,18 +179,18 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         self._pass, self._num_open, self._is_last_of_step = None, 0, True
 
     def resume(self, pass_index: int, consumed: int) -> None:
-        """Continue a pass from elsewhere. The next batch is the one after `consumed` samples."""
+        """Continue a pass from a given position. The next batch starts after the first `consumed` samples."""
         self._pass, self._is_last_of_step = None, True
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Yield the batches of `num_steps` steps, over as many passes as needed.
+        """Yield the batches of `num_steps` steps, spanning as many passes as needed.
 
-        A step counts as done when the caller asks for the batch after it: then `place.confirm` is called, and
+        A step counts as done when the caller requests the batch after it. The stream then calls `place.confirm` and
         `at_boundary`. An empty source ends the iteration.
 
         Args:
-            num_steps: Number of steps; None for the rest of the current pass, or a whole one if none has begun.
+            num_steps: Number of steps; None for the rest of the current pass, or for a whole pass if none is open.
         """
         num_drawn, just_opened, place = 0, False, self.place
         self._undo_padding = None
@@ -203,7 +204,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
             place.began_at = time.perf_counter()
             if not self._pass.ahead:
                 self._pass.ahead.append(next(self._pass.items, None))
-            item = self._pass.ahead[0]  # stays there until it is handed out, in case looking ahead fails
+            item = self._pass.ahead[0]  # stays in `ahead` until it is yielded, in case drawing the next item fails
             if item is None:
                 self._pass = None
                 if just_opened:
@@ -242,18 +243,18 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         is_last = self._is_last_of_pass(self._pass, item)
         batch = self._begin_step(
             place, item, is_last or is_last_of_call
-        )  # may notice a lost rank; then the step has not begun
+        )  # may raise because a rank is lost, before the step has started
         self.num_steps_taken += is_first_of_step
         if is_last:
-            self._pass = None  # the next call begins a new pass
+            self._pass = None  # the next call starts a new pass
         return batch
 
     def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
-        """Return two flags: True if a step of all ranks begins with this item, and True if one ends with it."""
+        """Return two flags: whether a global step starts with this item, and whether a global step ends with it."""
         return True, True
 
     def _is_last_of_pass(self, open_pass: _OpenPass[ItemT], item: ItemT) -> bool:
-        """Drop the item from those drawn ahead, and draw the next. Return True if the pass ends with the item."""
+        """Remove the item from `ahead` and draw the next item. Return True if the item is the last of the pass."""
         open_pass.ahead = [next(open_pass.items, None)]
         return open_pass.ahead[0] is None
 
@@ -261,7 +262,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         undo = self._undo_padding = None if self._undo is None else self._undo()
         try:
             yield batch
-        finally:  # also if user code raises, unless another call has begun by then
+        finally:  # even if user code raises, unless another call has started by then
             if undo is not None and undo is self._undo_padding:
                 self._leave_padding()
 
@@ -272,7 +273,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
 
 class WatchedBatches:
-    """The iterator that `train_epoch` gets. `was_touched` is True once it was used."""
+    """The iterator passed to `train_epoch`. `was_touched` becomes True on first use."""
 
     def __init__(self, batches: Iterator[Any], stream: BatchStream[Any, Any]) -> None:
         self._batches = batches
@@ -281,7 +282,7 @@ class WatchedBatches:
 
     @property
     def is_padding(self) -> bool:
-        """True if the last batch repeats samples, because this worker has none left while others still have some."""
+        """True if the last batch repeats samples because this worker has run out while other workers have not."""
         is_padding: bool = self._stream.place.batch.is_padding
         return is_padding
 
@@ -295,7 +296,7 @@ class WatchedBatches:
 
 
 def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[Any]:
-    """Yield the batches, and call `redraw` between them about ten times a second."""
+    """Yield the batches, calling `redraw` between them about ten times a second."""
     due = time.monotonic()
     for batch in batches:
         if time.monotonic() >= due:

@@ -1,4 +1,4 @@
-"""One call of `train` on one worker: its progress, where it stops, and what another rank needs to continue it."""
+"""One call of `train` on one worker: its progress, where it stops, and the record from which other ranks continue."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from raysgd.trainer.worker.data.rank_rows import RankRows
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics"
-"""Name of the part of a rank's row that has the running sums of its metrics."""
+"""Name of the row part that holds a rank's running sums of metrics."""
 
 
 class NumberedRun(Protocol):
-    """A rank's record of a training call, which it keeps after the call.
+    """A rank's record of a training call, which outlives the call.
 
     Attributes:
         call: Number of the call.
@@ -35,21 +35,21 @@ RunT = TypeVar("RunT", bound=NumberedRun)
 
 
 def run_of(kept: RunT | None, call: int) -> RunT | None:
-    """Return the record if it is of this call. None if it is of an earlier one: the rank has not begun this call."""
+    """Return the record if it belongs to this call. Return None if the rank has not started this call."""
     return kept if kept is not None and kept.call == call else None
 
 
 class HeldAtBoundary(BaseException):
-    """Stops an epoch between two steps so that the call can continue later. User code does not catch it by accident."""
+    """Stops an epoch between two steps so that it can continue later. `except Exception` does not catch it."""
 
 
 class Gate:
-    """One rank's side of the agreement of all ranks to stop after some step.
+    """One rank's part in the agreement of all ranks to stop after a given step.
 
-    The training thread calls `stops` between two steps. Proposals come from a second thread.
+    The training thread calls `stops` between two steps. A second thread makes the proposals.
 
     Args:
-        planned: Number of steps after which all ranks stop in any case; None for no planned stop.
+        planned: Number of steps after which all ranks stop without a proposal; None for no planned stop.
     """
 
     def __init__(self, planned: int | None = None) -> None:
@@ -59,15 +59,15 @@ class Gate:
         self._changed = threading.Condition()
 
     def propose(self, at: int, completed: Callable[[], int]) -> bool:
-        """Propose to stop after `at` steps. Return False if it may be too late for that.
+        """Propose to stop after `at` steps. Return False if this rank may already be past that step.
 
         Args:
             at: Number of steps.
-            completed: Returns the number of completed steps.
+            completed: Returns the current number of completed steps.
         """
         with self._changed:
             self.proposed, self._is_agreed = at, None
-            # Set before the check: if the training thread reaches the step after it, it finds the proposal.
+            # Set before the check, so that a training thread that completes step `at` after the check sees it.
             if completed() < at:
                 return True
             self.proposed = None
@@ -75,7 +75,7 @@ class Gate:
             return False
 
     def settle(self, is_agreed: bool) -> None:
-        """Settle the proposal: all ranks stop there if `is_agreed`, otherwise none does."""
+        """Accept or withdraw the proposal. If `is_agreed`, all ranks stop at the proposed step; otherwise none do."""
         with self._changed:
             if is_agreed:
                 self._is_agreed = True
@@ -84,18 +84,18 @@ class Gate:
             self._changed.notify_all()
 
     def stops(self, completed: int) -> bool:
-        """Return True if the epoch must stop now. Waits while a proposal for this step is not settled."""
+        """Return True if the epoch must stop now. Blocks while a proposal for this step is undecided."""
         if self.is_planned(completed):
             return True
         if not self._is_proposed(completed):
             return False
-        with self._changed:  # checks again: the second thread may have withdrawn the proposal and made a later one
+        with self._changed:  # recheck: the second thread may have withdrawn the proposal and made a later one
             while self._is_proposed(completed) and self._is_agreed is None:
                 self._changed.wait()
             return self._is_proposed(completed)
 
     def is_planned(self, completed: int) -> bool:
-        """Return True if all ranks stop here in any case."""
+        """Return True if all ranks stop here as planned, without a proposal."""
         return self.planned is not None and completed >= self.planned
 
     def _is_proposed(self, completed: int) -> bool:
@@ -105,20 +105,20 @@ class Gate:
 
 @dataclass(frozen=True)
 class RunState:
-    """The progress of a call on one rank, from which another process can continue it.
+    """A rank's progress in a call, from which another process can continue the call.
 
     Attributes:
         num_steps: Number of completed steps of the call.
-        epoch_idx: Index of the pass in which the call began.
+        epoch_idx: Index of the pass in which the call started.
         num_requested: Number of steps that the call takes; None for the rest of the pass.
-        is_exhausted: True if no step is left. User code after the last step may still have to run.
-        is_finished: True if nothing of the call is left to do.
-        name: Name of the rank that made this record.
-        metrics: Metrics of that rank; None if they stay with it.
-        others: Metrics of all ranks as of the last completed step, by name, as far as that rank knows; empty if
-            `metrics` is set.
-        lost: Metrics of lost ranks, by name.
-        place: Position in data that only this call uses; None for registered data.
+        is_exhausted: True if all steps are done. User code after the last step may still have to run.
+        is_finished: True if the call is complete, including user code after the last step.
+        name: Name of the rank that created this record.
+        metrics: Metrics of that rank; None if the rank keeps reporting them itself.
+        others: Metrics of all ranks as of the last completed step, by rank name, as far as this rank knows them.
+            Empty if `metrics` is set.
+        lost: Metrics of lost ranks, by rank name.
+        place: Position in data passed to this call; None for registered data.
         call: Number of the call.
     """
 
@@ -140,21 +140,21 @@ class RunState:
 
 @dataclass
 class EpochRun:
-    """One training call on this rank, from its first step to its answer, across changes of the group.
+    """One training call on this rank, from its first step to its answer, even if the group changes in between.
 
     Attributes:
-        epoch_idx: Index of the pass in which the call began.
+        epoch_idx: Index of the pass in which the call started.
         num_steps: Number of steps to take; None for the rest of the pass.
-        meters: Meters of the call. They count a step when it is done.
-        rows: Metrics that all ranks have sent each other in this call.
+        meters: Meters of the call. They count a step once it is done.
+        rows: Metrics that the ranks exchanged during this call.
         num_steps_before: Number of steps completed before the current stream was attached.
         answer: The answer of the call; None until this rank has finished it.
-        is_finished: True if nothing is left to do. Another rank may have said so.
-        is_exhausted: True if no step was left at the last `detach`.
-        place: Position at the last `detach` in data that only this call uses.
-        gate: Agreement of the ranks to stop between two steps.
-        ledger_before: Record of the samples before the call; None if this rank joined later.
-        call: Number of the call, which tells its requests from those of other calls.
+        is_finished: True if the call is complete, possibly because another rank reported so.
+        is_exhausted: True if all steps were done at the last `detach`.
+        place: Position in data passed to this call, as of the last `detach`.
+        gate: The ranks' agreement to stop between two steps.
+        ledger_before: Record of the samples used before the call; None if this rank joined later.
+        call: Number of the call. It distinguishes this call's requests from requests of other calls.
     """
 
     epoch_idx: int
@@ -173,7 +173,7 @@ class EpochRun:
     _began_at: int = 0
 
     def attach(self, stream: Any) -> None:
-        """Take batches from `stream` from here on."""
+        """Take batches from `stream` from now on."""
         self._stream, self._began_at = stream, stream.num_steps_completed
 
     @property
@@ -184,19 +184,19 @@ class EpochRun:
     @property
     def num_completed(self) -> int:
         """Number of completed steps of the call."""
-        stream = self._stream  # read once: a heartbeat reads it from another thread
+        stream = self._stream  # read once, because heartbeats access this property from another thread
         here = stream.num_steps_completed - self._began_at if stream is not None else 0
         return self.num_steps_before + here
 
     @property
     def num_steps_left(self) -> int | None:
-        """Number of steps still to take; None for the rest of the pass."""
+        """Number of remaining steps; None for the rest of the pass."""
         return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
 
     def detach(self) -> None:
-        """Leave the stream, because the new group will continue at another place. Only completed steps count.
+        """Leave the stream, because the new group continues at a different position. Only completed steps count.
 
-        An agreement to stop is void in the new group: a worker that joins it does not know of it and would go on.
+        This also cancels an agreement to stop, because a worker that joins the new group does not know of it.
         """
         self.gate = Gate()
         self.meters.drop_held()
@@ -212,15 +212,15 @@ class EpochRun:
         return self.num_completed > 0 and not self._stream.is_mid_pass
 
     def finish(self, answer: EpochAnswer) -> None:
-        """Finish the call with its answer."""
+        """Store the answer and mark the call as finished."""
         self.answer, self.is_finished = answer, True
 
     def state(self, with_metrics: bool) -> RunState:
-        """Return the progress, from which another rank, or a later process, continues.
+        """Return the progress from which another rank or a later process continues.
 
         Args:
-            with_metrics: True to include this rank's metrics, for a snapshot or if this rank leaves. False if it stays
-                in the group and reports them itself.
+            with_metrics: True to include this rank's metrics, for a snapshot or because this rank leaves the group.
+                False if this rank stays and reports its metrics itself.
         """
         return RunState(
             self.num_completed,
@@ -237,20 +237,20 @@ class EpochRun:
         )
 
     def count(self, measured: Iterable[MetricSummary | None]) -> None:
-        """Count metrics that other ranks measured in this call."""
+        """Add metrics that other ranks measured in this call to this rank's meters."""
         for metrics in measured:
             if metrics is not None:
                 self.meters.go_on_from(metrics)
 
     def take_over(self, state: RunState) -> None:
-        """Continue from the progress of another rank, and keep this rank's own metrics.
+        """Continue from another rank's progress, but keep this rank's own metrics.
 
-        If the other rank has completed one step more, that step counts on all ranks. This rank has dropped its metrics
-        of the step, but had sent its sums to all ranks with its gradients. So it takes them from the other rank's
-        record.
+        If the other rank has completed one more step, that step counts on all ranks. This rank has discarded its
+        metrics of that step. It had sent its running sums to all ranks together with its gradients, however, so it
+        restores them from the other rank's record.
 
         Args:
-            state: Progress of the other rank.
+            state: The other rank's progress.
         """
         own = state.others.get(self.rows.name)
         if own is not None and self.num_completed < state.num_steps:
@@ -266,7 +266,7 @@ class EpochRun:
 
     @property
     def _told(self) -> dict[str, MetricSummary]:
-        """Metrics of all ranks as of the last completed step, by the names of the ranks."""
+        """Metrics of all ranks as of the last completed step, by rank name."""
         rows = self.rows.as_of(self.num_completed).items()
         return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
 
@@ -274,22 +274,22 @@ class EpochRun:
         return self.meters.summary_of(*row.part(METRICS))
 
     def settle(self, present: Collection[str] | None) -> None:
-        """Continue in a new group. Ranks outside it are lost; what they had sent is counted at the end of the call.
+        """Continue in a new group. Ranks outside it are lost. The metrics they had sent are added when the call ends.
 
         Args:
-            present: Names of the ranks in the new group; None if they are not known. Then no rank counts as lost.
+            present: Names of the ranks in the new group. If None (unknown), no rank counts as lost.
         """
         told = self._told
         self.rows.settle(self.num_completed, told, told if present is None else present)
 
     def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
-        """Return the answer with the metrics of lost ranks. Rank 0 counts these."""
+        """Return the answer with the metrics of lost ranks added. Only rank 0 counts them."""
         if answer.metrics is None:
             return answer
         lost = list(self.rows.lost.values())
         self._tell_what_is_missing(lost)
         metrics = with_lost(answer.metrics, lost, self.meters.names)
-        if metrics is answer.metrics:  # metrics of a user's own loop
+        if metrics is answer.metrics:  # the user's own loop computed these metrics
             return answer
         return replace(answer, metrics=metrics, num_inherited=num_samples_of(metrics) - num_samples_of(answer.metrics))
 

@@ -1,4 +1,4 @@
-"""The data of one replica across calls: its streams, the number of passes, and the position for snapshots."""
+"""One replica's data across calls: its streams, its number of passes, and the position that snapshots store."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from raysgd.trainer.messages.epochs import EpochRequest
 logger = logging.getLogger(__name__)
 
 
-class Feed(ABC):
-    """Hands out the streams of a replica and knows their positions.
+class DataFeed(ABC):
+    """Provides a replica's streams and tracks their positions.
 
-    A source of batches has `is_divided`: True if the library divides its data, so that a position is valid for any
-    number of workers. Then its `state(consumed, is_mid_pass)` returns the other entries of a position, such as the
-    data, their order and the place in them. Its `load_state(position)` restores a position, and returns True if a pass
-    that stopped there can continue.
+    A source of batches sets `is_divided` to True if the library shards its data, which makes a position valid for any
+    number of workers. Its `state(consumed, is_mid_pass)` then returns the remaining entries of a position, such as the
+    data, their order and the location in them. Its `load_state(position)` restores a position, and returns True if the
+    interrupted pass can continue from there.
 
     Attributes:
-        epoch: Number of passes over the train data that have begun.
+        epoch: Number of passes over the train data that have started.
         train_stream: Stream over the registered train data; None until a call has used it.
-        data_of_call: This worker's share of the data that the last call brought along, under "train" or "validation".
+        data_of_call: This worker's shard of the data passed to the last call, under "train" or "validation".
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.train_stream: Any = None
         self.data_of_call: dict[str, CallData] = {}
-        self._left_to_validate: Any = None  # the stream in which the next call of `validate` continues
+        self._left_to_validate: Any = None  # the stream that the next call of `validate` continues
         self._to_resume: Mapping[str, Any] | None = None
         self._of_call: tuple[str | None, Any] = (None, None)
         self._made: dict[str, tuple[str | None, Any]] = {}
@@ -44,51 +44,51 @@ class Feed(ABC):
     @property
     @abstractmethod
     def _ranks(self) -> Any:
-        """The ranks of the group, as sources need them."""
+        """The group's ranks, in the form that sources need."""
 
     @property
     @abstractmethod
     def _registered_stream(self) -> Any:
-        """The registered `StreamData` to train on; None if other data or none is registered."""
+        """The registered `StreamData` to train on; None if the train data is of another type or missing."""
 
     @abstractmethod
     def _source(self, name: str, request: EpochRequest, *, training: bool) -> Any:
-        """Return the source of batches for the data that is registered under "train" or "validation"."""
+        """Return the source of batches for the data registered under "train" or "validation"."""
 
     @abstractmethod
     def _source_of_call(self, name: str, request: EpochRequest, *, training: bool) -> Any:
-        """Return the source of batches for the data that the request brought along under "train" or "validation"."""
+        """Return the source of batches for the data passed with the request, under "train" or "validation"."""
 
     @abstractmethod
     def _stream_over(self, source: Any, begin_pass: Callable[[], int]) -> Any:
-        """Return a stream to train on. It calls `begin_pass` for the index of each pass that begins."""
+        """Return a stream to train on. At the start of each pass it calls `begin_pass` to get the pass index."""
 
     @abstractmethod
     def _make(self, name: str) -> Any:
-        """Make the loader or dataset of this worker's share under "train" or "validation"."""
+        """Create the loader or dataset for this worker's shard under "train" or "validation"."""
 
     @abstractmethod
     def _open_validation(self, request: EpochRequest) -> Any:
-        """Return a stream over the validation data that begins with the first batch."""
+        """Return a stream over the validation data that starts with the first batch."""
 
     @abstractmethod
     def obstacle(self, name: str) -> str | None:
-        """Return why the position in the data under "train" or "validation" is unknown; None if it is known."""
+        """Return why the position in the "train" or "validation" data is unknown; None if it is known."""
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Return why a call with its own data cannot continue in the middle; None if it can, or for registered data."""
+        """Return why a call on its own data cannot continue mid-pass. None if it can, or if it uses registered data."""
         return None
 
     @abstractmethod
     def ledger(self) -> DataLedger | None:
-        """Return the record of which train samples were used; None if it is not known."""
+        """Return the record of which train samples were used; None if unknown."""
 
     @abstractmethod
     def ray_loader(self, name: str) -> RayLoader | None:
-        """Return the data registered under "train" or "validation" if they are of Ray Data, otherwise None."""
+        """Return the loader registered under "train" or "validation" if it reads Ray Data, otherwise None."""
 
     def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
-        """Keep this worker's share of data that the driver divides, if there is one. It replaces an earlier share."""
+        """Store this worker's shard of driver-sharded data, replacing an earlier shard. None changes nothing."""
         if share is None:
             return
         if request.shard_key is not None:
@@ -101,14 +101,14 @@ class Feed(ABC):
             self.train_stream = None
 
     def training(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
-        """Return the stream to train on: over the data of the request if it has some, else over the registered data.
+        """Return the stream to train on: over the request's data if it has any, otherwise over the registered data.
 
         Args:
             request: The training request.
-            is_begun: True if the call continues, so that its pass over its own data is already counted.
+            is_begun: True if the call is resumed, so that its pass over the request's data is already counted.
         """
         epoch = self.epoch
-        with OnFailure(lambda: self._count(epoch)):  # if the call does not begin, no pass is counted
+        with OnFailure(lambda: self._count(epoch)):  # do not count the pass if the call fails to start
             return self._joined(request, is_begun)
 
     def _joined(self, request: EpochRequest, is_begun: bool) -> Any:
@@ -129,12 +129,12 @@ class Feed(ABC):
 
     @contextmanager
     def validating(self, request: EpochRequest) -> Iterator[Any]:
-        """Provide the stream of a call of `validate`.
+        """Yield the stream for a call of `validate`.
 
-        If a call with `num_steps` over registered data returns, the next call continues after its last batch. In all
-        other cases, the next call begins with the first batch, wherever the user's loop stopped.
+        If a call with `num_steps` over registered data succeeds, the next call continues after its last batch. In all
+        other cases, the next call starts with the first batch, regardless of where the user's loop stopped.
         """
-        if request.shard_key is not None:  # the call has its own data
+        if request.shard_key is not None:  # the call was passed its own data
             yield self._open_validation(request)
             return
         left, self._left_to_validate = self._left_to_validate, None
@@ -144,7 +144,7 @@ class Feed(ABC):
             self._left_to_validate = stream
 
     def _stream_of_call(self, request: EpochRequest) -> Any:
-        """Return the stream over the call's own data, where the last call with these data stopped."""
+        """Return the stream over the call's own data, at the position where the previous call on that data stopped."""
         key, stream = self._of_call
         if stream is None or key != request.shard_key:
             source = self._source_of_call("train", request, training=True)
@@ -154,7 +154,7 @@ class Feed(ABC):
         return stream
 
     def _go_to_place(self, stream: Any) -> None:
-        """Move to where the last call with the same data stopped, if the workers were sent the data again."""
+        """Move to where the previous call on the same data stopped, in case the data was sent to the workers again."""
         share = self.data_of_call["train"]
         place = share.place
         if place is None or not has_divided_source(stream):
@@ -164,7 +164,7 @@ class Feed(ABC):
         self.data_of_call["train"] = replace(share, place=None)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:
-        """Return the loader or dataset of a call's share. Made once for all calls that use the share."""
+        """Return the loader or dataset for a call's shard. Created once and reused by all calls on the same shard."""
         key, made = self._made.get(name, (None, None))
         if key != request.shard_key:
             made = self._make(name)
@@ -172,29 +172,29 @@ class Feed(ABC):
         return made
 
     def is_divided(self, stream: Any) -> bool:
-        """Return True if the library divides the stream's data, so that its position is valid for any group size."""
+        """Return True if the library shards the stream's data, so that its position is valid for any group size."""
         return stream is self.train_stream and has_divided_source(stream)
 
     def break_off(self) -> None:
-        """Forget interrupted steps. They will be repeated."""
+        """Discard interrupted steps so that they are repeated."""
         for stream in (self.train_stream, self._of_call[1]):
             if stream is not None:
                 stream.break_off()
 
     def begin_again(self, request: EpochRequest, share: CallData | None, place: DataPosition | None) -> None:
-        """Prepare to continue a call in a new group.
+        """Prepare to resume a call in a new group.
 
         Args:
             request: The training request.
-            share: This worker's part of data that the driver divides.
-            place: Position of the call in its own data.
+            share: This worker's shard of the data that the driver divides.
+            place: The call's position in its own data.
         """
         if request.shard_key is not None:
             self.take_share("train", request, share)
             self.data_of_call["train"] = replace(self.data_of_call["train"], place=place)
 
     def place_of_call(self, stream: Any) -> DataPosition | None:
-        """Return where a call stopped in its own data; None at the end of a pass, or if the position is unknown."""
+        """Return where a call stopped in its own data. None at the end of a pass, or if the position is unknown."""
         if stream is self.train_stream or not has_divided_source(stream):
             return None
         if not stream.is_mid_pass:
@@ -203,12 +203,12 @@ class Feed(ABC):
         return DataPosition(stream.pass_index, consumed, stream.source.state(consumed, True))
 
     def begin_pass(self) -> int:
-        """Count a pass over the train data; return its index."""
+        """Count a new pass over the train data and return its index."""
         self.epoch += 1
         return self.epoch - 1
 
     def pass_index(self, stream: Any) -> int:
-        """Return the index of the pass that the next batch belongs to."""
+        """Return the index of the pass to which the next batch belongs."""
         if stream is not self.train_stream:
             return self.epoch - 1
         index: int = stream.pass_index if stream.is_mid_pass else self.epoch
@@ -217,7 +217,7 @@ class Feed(ABC):
     def position(self) -> dict[str, Any] | None:
         """Return the position of the next batch in the train data.
 
-        If the library does not divide the data, a position inside a pass is unknown.
+        If the library does not shard the data, a position inside a pass is unknown.
         """
         stream = self.train_stream
         if stream is None:
@@ -229,26 +229,26 @@ class Feed(ABC):
         return {
             "pass_index": stream.pass_index,
             "consumed": consumed,
-            "is_mid_pass": is_mid_pass,  # also True before its first step is done
+            "is_mid_pass": is_mid_pass,  # True even before the first step of the pass is done
             **stream.source.state(consumed, is_mid_pass),
         }
 
     def check_position(self, position: Mapping[str, Any] | None) -> None:
-        """Check that a position fits the registered stream.
+        """Check that a position is valid for the registered stream.
 
         Raises:
-            ValueError: The position does not fit.
+            ValueError: The position is invalid for it.
         """
         if self._registered_stream is not None and position and not position.get("is_unknown"):
             self._registered_stream.check_position(position)
 
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
-        """Continue at a saved position, with new streams."""
+        """Continue from a saved position with new streams."""
         self.close()
         self.epoch, self._to_resume = epoch, position
 
     def close(self) -> None:
-        """Drop the streams with their iterators."""
+        """Discard the streams and their iterators."""
         self.train_stream = None
         self._of_call = None, None
         self._left_to_validate = None
@@ -266,5 +266,5 @@ class Feed(ABC):
 
 
 def has_divided_source(stream: Any) -> bool:
-    """Return True if a stream is over data that the library divides."""
+    """Return True if the library shards the data that a stream reads."""
     return getattr(getattr(stream, "source", None), "is_divided", False)

@@ -1,4 +1,4 @@
-"""The loop over the steps of a training call, which knows whether a step is half done."""
+"""The loop over the steps of a training call. It knows whether a step is only partly done."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.worker.data.batch_streams import PlaceInStep
 from raysgd.trainer.worker.data.epoch_run import EpochRun
-from raysgd.trainer.worker.data.feed import Feed
+from raysgd.trainer.worker.data.feed import DataFeed
 
 
 class Loop:
-    """A loop over the batches of a feed. This base class assumes that no step changes the state; subclasses know more.
+    """A loop over a feed's batches. This base class assumes that no step changes the state; subclasses refine that.
 
     Attributes:
-        first_bin: Bin of the time before the first batch is drawn. If the library draws no batches, of the whole call.
+        first_bin: Ledger bin for the time before the first batch is drawn. If the library draws no batches, it is the
+            bin for the whole call.
     """
 
     first_bin: ClassVar[str] = OTHER
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: DataFeed) -> None:
         self._feed = feed
 
     @property
     def place(self) -> PlaceInStep:
-        """The place of the replica in its step. With PyTorch, this is the `Leg` of the running call."""
+        """The replica's position in its step. With PyTorch, this is the `Leg` of the running call."""
         raise NotImplementedError
 
     @property
     def is_whole(self) -> bool:
-        """True if the state is that of a completed step."""
+        """True if the current state is the state after a completed step."""
         return True
 
     @property
     def can_return(self) -> bool:
-        """True if the state of the last completed step can be restored after user code raised, on all ranks alike."""
+        """True if the state after the last completed step can be restored if user code raises. Same on all ranks."""
         return self.is_whole
 
     @property
     def has_stock_loop(self) -> bool:
-        """True if the epoch runs in the library's loop, which completes the metrics of its batches itself."""
+        """True if the epoch runs in the library's loop, which adds the missing entries to the batch metrics itself."""
         return False
 
     def is_lost(self, error: BaseException) -> bool:
@@ -51,53 +52,53 @@ class Loop:
         return False
 
     def may_be_parted(self, error: BaseException) -> bool:
-        """Return True if an exception may come from ranks that did different things."""
+        """Return True if an exception may be caused by ranks running different operations."""
         return False
 
     @property
     def own_s(self) -> float | None:
-        """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""
+        """Seconds of the training call that this rank did not spend waiting for other ranks; None if not measured."""
         return None
 
     @property
     def joint_work(self) -> JointWork | None:
-        """Record of what all ranks must do alike in the training call; None if there is none."""
+        """Record of the work that must be identical on all ranks in the training call; None if none is recorded."""
         return None
 
     def plain(self, value: Any) -> Any:
-        """Convert a result to something that the driver can read, such as a tensor of one element to a number."""
+        """Convert a result to a type that the driver can read, such as a one-element tensor to a number."""
         return value
 
     def note_boundary(self) -> None:
-        """Called when the state is that of a completed step."""
+        """Called when the state is the state after a completed step."""
 
     def note_restored(self) -> None:
-        """Called when the state was replaced by that of a completed step."""
+        """Called when the state was replaced by the state after a completed step."""
         self.note_boundary()
 
     def begin_call(self) -> None:
-        """Called before a new training call: forget the previous one."""
+        """Called before a new training call, to discard the state of the previous call."""
 
     def return_to_boundary(self) -> None:
-        """Restore the state of the last boundary. The batches since then will be repeated."""
+        """Restore the state at the last step boundary. The batches since then will be repeated."""
 
     def end_call(self) -> None:
         """Called when a training call has its answer."""
 
     def stream(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
-        """Return the stream of a training call's batches; see `Feed.training`."""
+        """Return the stream of batches for a training call; see `DataFeed.training`."""
         return self._feed.training(request, is_begun=is_begun)
 
     def pass_index(self, stream: Any) -> int:
-        """Return the index of the pass that the next batch belongs to."""
+        """Return the index of the pass to which the next batch belongs."""
         return self._feed.pass_index(stream)
 
     def can_resume(self, stream: Any) -> bool:
-        """Return True if a call over this stream can continue from inside."""
+        """Return True if a call over this stream can resume in the middle."""
         return self._feed.is_divided(stream)
 
     def break_off(self) -> None:
-        """Forget an interrupted step. It will be repeated."""
+        """Discard an interrupted step so that it is repeated."""
         self._feed.break_off()
 
     @property
@@ -106,23 +107,23 @@ class Loop:
         return None
 
     def ledger(self) -> DataLedger | None:
-        """Return the record of which samples were used; None if the library does not divide them.
+        """Return the record of which samples were used; None if the library does not shard the data.
 
         Called from two threads.
         """
         return self._feed.ledger()
 
     def progress_text(self) -> str:
-        """Return the progress of the training call as text for the log."""
+        """Return a description of the training call's progress for the log."""
         data = self.ledger()
         return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
     def num_samples(self, run: EpochRun) -> int:
-        """Return the number of samples that this rank has used in a training call; 0 if they are not counted."""
+        """Return the number of samples that this rank used in a training call; 0 if samples are not counted."""
         return int(run.meters.n)
 
     def results(self, run: EpochRun) -> Any:
-        """Return the metrics of an epoch that other ranks completed, and this one did not."""
+        """Return the metrics of an epoch that other ranks have completed but this rank has not."""
         return run.meters.summary()
 
     def extra_results(self) -> dict[str, Any]:
@@ -130,5 +131,5 @@ class Loop:
         return {"epoch": self._feed.epoch}
 
     def validation_options(self, request: EpochRequest) -> Mapping[str, Any]:
-        """Return the arguments of the operator's `validate` besides the batches and `info`."""
+        """Return the arguments for the operator's `validate` in addition to the batches and `info`."""
         return {}

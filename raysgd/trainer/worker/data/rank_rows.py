@@ -1,11 +1,12 @@
-"""Rows: the metrics that each rank sends to all others in every step, before the optimizer steps.
+"""Rows: the metrics that each rank sends to all other ranks in every step, before the optimizer steps.
 
-A row has named parts, each with numbers and a layout that says what they mean. Layouts seldom change, so they are sent
-only when they do. A rank that completes a step has the rows of all ranks as of that step, so every survivor knows what
-a lost rank had measured. It also keeps the rows of the step before, because the ranks continue from that step if the
-last one is interrupted.
+A row has named parts. Each part has values and a layout that says what the values mean. Layouts seldom change, so a
+rank sends its layout only when it changes. A rank that completes a step has the rows of all ranks as of that step, so
+every survivor knows what a lost rank had measured. It also keeps the rows of the step before, because the ranks
+continue from that step if the latest step is interrupted.
 
-`RowExchange` sends rows within one group, `RankRows` keeps them across the groups of one call. ADR 1 says why.
+`RowExchange` sends rows within one group. `RankRows` stores them across all groups of one call. ADR 1 gives the
+reasons.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Part = tuple[Any, Sequence[float]]
-"""A layout and its numbers."""
+"""A layout and the values it describes."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Gather = Callable[[Array], list[Array]]
 
-_HEAD = struct.Struct("<IIQ")  # number of bytes of the row, of numbers, and of bytes of the layout after them
+_HEAD = struct.Struct("<IIQ")  # bytes in the row, number of values, bytes in the layout that follows the values
 _FIRST_CAPACITY = 512
 
 
 class Row(NamedTuple):
-    """The row of one rank.
+    """One rank's row.
 
     Attributes:
-        parts: Name, layout, and number of numbers of each part.
-        numbers: The numbers of all parts, one part after the other.
+        parts: Name, layout and number of values of each part.
+        numbers: The values of all parts, concatenated.
     """
 
     parts: tuple[tuple[str, Any, int], ...]
     numbers: Array
 
     def part(self, name: str) -> Part | None:
-        """Return the part `name`; None if there is none."""
+        """Return the part `name`; None if the row has no such part."""
         start = 0
         for each, layout, length in self.parts:
             if each == name:
@@ -51,11 +52,11 @@ class Row(NamedTuple):
 
 
 class RowExchange:
-    """One rank's side of the exchange of rows in one group. All ranks make the same exchanges.
+    """One rank's side of the row exchange within one group. All ranks must make the same exchanges.
 
     Args:
         name: Name of this rank, which stays the same in later groups.
-        gather: Returns the arrays of all ranks of the group. All have the same shape.
+        gather: All-gather: takes this rank's array and returns the arrays of all ranks. All arrays have the same shape.
     """
 
     def __init__(self, name: str, gather: Gather) -> None:
@@ -65,17 +66,17 @@ class RowExchange:
         self._layouts: dict[int, Any] = {}
 
     def exchange(self, parts: Mapping[str, Part], gather: Gather | None = None) -> dict[str, Row]:
-        """Send a row with these parts to all ranks. Return the rows of all ranks, by name.
+        """Send a row with these parts to all ranks. Return the rows of all ranks, by rank name.
 
         Args:
             parts: The parts by name.
-            gather: Used in place of the usual function for the first try. It may send other data together with the row.
+            gather: Replaces the default gather for the first try. It may send other data together with the row.
         """
         own = self._encoded(parts)
         received = self._gathered(own, gather or self._gather)
         heads = _heads_of(received)
         while (needed := max(num_bytes for num_bytes, *_ in heads)) > self._capacity:
-            self._capacity = 1 << (needed - 1).bit_length()  # the same on all ranks
+            self._capacity = 1 << (needed - 1).bit_length()  # computed from all rows, so it is the same on all ranks
             received = self._gathered(own, self._gather)
             heads = _heads_of(received)
         return dict(map(self._decoded, itertools.count(), received, heads))
@@ -108,11 +109,11 @@ def _heads_of(rows: Sequence[Array]) -> list[tuple[int, int, int]]:
 
 
 class RankRows:
-    """The rows of all ranks of a call, by name, across its groups.
+    """The rows of all ranks in a call, by rank name, across the groups of that call.
 
     Attributes:
         name: Name of this rank.
-        lost: Rows or metrics of lost ranks, as of their last step that counts.
+        lost: Rows or metrics of lost ranks, as of the last step that counts for each rank.
     """
 
     def __init__(self, name: str) -> None:
@@ -121,13 +122,13 @@ class RankRows:
         self._told: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=2)
 
     def note(self, num_steps: int, rows: Mapping[str, Any]) -> None:
-        """Keep the rows that were sent in the step after `num_steps` completed ones."""
+        """Store the rows that the ranks sent in the step after `num_steps` completed steps."""
         if self._told and self._told[-1][0] == num_steps:
             self._told.pop()
         self._told.append((num_steps, rows))
 
     def as_of(self, num_steps: int) -> Mapping[str, Any]:
-        """Return the rows of the last of `num_steps` completed steps, by name; empty if they are not known."""
+        """Return the rows sent in the last of `num_steps` completed steps, by rank name; empty if unknown."""
         return next((rows for before, rows in reversed(self._told) if before < num_steps), {})
 
     def settle(self, num_steps: int, rows: Mapping[str, Any], present: Collection[str]) -> None:

@@ -1,1 +1,1 @@
-"""The state of one worker: reading, checking, copying and restoring it."""
+"""One worker's state: reading, checking, copying and restoring it."""

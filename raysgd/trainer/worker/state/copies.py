@@ -1,4 +1,4 @@
-"""Copies of the state on a worker, kept until the driver has fetched them, and mid-call snapshots."""
+"""Copies of a worker's state, stored until the driver has fetched them, and mid-call snapshots."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _INLINE_BYTES = 65536  # a state up to this size is sent with the answer, becaus
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A copy of the state, or of this rank's part of a divided state.
+    """A copy of the state, or of this rank's part if the state is sharded.
 
     Attributes:
         content: The copy.
         num_bytes: Size of the copy.
-        is_part: True if the state is divided, so that every rank has a part.
+        is_part: True if the state is sharded, so that every rank has a part of it.
     """
 
     content: Any
@@ -28,17 +28,17 @@ class StateCopy:
 
 
 class StateCopies:
-    """Takes the copies of one worker, and keeps them until the driver has fetched them in another thread.
+    """Takes copies of one worker's state and stores them until the driver has fetched them in another thread.
 
-    Also keeps this rank's parts of the two newest mid-call snapshots, by the number of steps before them.
+    Also stores this rank's parts of the two newest mid-call snapshots, keyed by the number of steps before them.
 
     Args:
         every: Number of steps between copies of the state inside a training call; None for no copies.
-        ledger: Records the time that copies take.
+        ledger: Records the time spent on copies.
 
     Attributes:
         every: The argument.
-        newest: Number of steps before the newest snapshot inside the running call; 0 if there is none.
+        newest: Number of steps before the newest snapshot of the running call; 0 if it has no snapshot.
     """
 
     def __init__(self, every: int | None, ledger: Ledger) -> None:
@@ -51,13 +51,13 @@ class StateCopies:
         self.newest = 0
 
     def after_call(self, state: Any, rank: int, landed_token: int | None) -> Capture:
-        """Copy the state between two calls. The copy stays until the driver fetches it, perhaps to write a file.
+        """Copy the state between two calls. Store the copy until the driver fetches it, for example to write a file.
 
         Args:
             state: A `ReplicaState`.
             rank: Rank of this worker.
-            landed_token: Token of the last copy that the driver has. This and earlier copies are dropped. None before
-                the driver has any.
+            landed_token: Token of the last copy that the driver has received. That copy and earlier copies are
+                discarded. None if the driver has not received any.
         """
         with self._ledger.copying():
             with self._changing:
@@ -68,7 +68,7 @@ class StateCopies:
             return part
 
     def inside_call(self, state: Any, rank: int, progress: Any) -> Capture:
-        """Copy the state in the middle of a call. Replaces copies that the driver has not asked for.
+        """Copy the state in the middle of a call. Replaces copies that the driver has not requested.
 
         Args:
             state: A `ReplicaState`.
@@ -81,18 +81,18 @@ class StateCopies:
             return self._with(state.copy_for_driver(rank), Capture(state.own(), progress=progress))
 
     def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
-        """Return `part` with a small copy in it, or with the token of a large one."""
+        """Return `part` with a small copy included, or with the token of a large copy."""
         if copy is None:
             return part
         if copy.num_bytes <= _INLINE_BYTES and not copy.is_part:
             return replace(part, shared_state=copy.content)
-        with self._changing:  # otherwise `fetch`, which replaces the dict, might drop it
+        with self._changing:  # otherwise `fetch`, which replaces the dict, could drop the new entry
             self._last_token += 1
             self._kept[self._last_token] = copy
             return replace(part, token=self._last_token, is_part=copy.is_part)
 
     def fetch(self, token: int) -> Any:
-        """Return the copy that `token` names, and drop earlier ones. The driver has received these."""
+        """Return the copy with this token, and discard earlier copies, which the driver has already received."""
         with self._changing:
             self._kept = {each: copy for each, copy in self._kept.items() if each >= token}
             self._claimed, copy = token, self._kept[token]
@@ -105,13 +105,13 @@ class StateCopies:
         return self.every is not None and num_steps - self.newest >= self.every
 
     def keep(self, num_steps: int, part: Capture) -> None:
-        """Keep a new part and the previous one. Drop older parts."""
+        """Store a new part and retain the previous part. Discard older parts."""
         self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
         self._parts[num_steps] = part
         self.newest = num_steps
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return the part of the snapshot after `number` steps, and keep its copy for the driver. None if dropped."""
+        """Return this rank's part of the snapshot after `number` steps and retain its copy for the driver, or None."""
         part = self._parts.get(number)
         if part is not None and part.token is not None:
             with self._changing:
@@ -121,11 +121,11 @@ class StateCopies:
         return part
 
     def forget_call(self) -> None:
-        """Drop the mid-call snapshots, because another call or another group begins."""
+        """Discard the mid-call snapshots, because another call or another group starts."""
         self._parts, self.newest = {}, 0
 
     def clear(self) -> None:
-        """Drop all copies."""
+        """Discard all copies."""
         self.forget_call()
         with self._changing:
             self._kept = {}

@@ -1,4 +1,4 @@
-"""The state of a replica: the part that all ranks share, and each rank's own part. Reads, checks and replaces both."""
+"""Reads, checks and replaces a replica's state, which has a part shared by all ranks and a part of this rank alone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.trainer.worker.data.feed import Feed
+from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.state.copies import StateCopy
 from raysgd.trainer.worker.state.state_checks import check_progress
 
-RESUME = "resume"  # key of the position in the data and the step counter, which only snapshots and files contain
+RESUME = "resume"  # key of the data position and the step counter, which only snapshots and checkpoint files contain
 
 
 def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of complete passes over the train data in a state, and its number of steps."""
+    """Return the number of completed passes over the train data and the number of steps recorded in a state."""
     resume = state.get(RESUME) or {}
     position = resume.get("position") or {}
     is_mid_pass = bool(position.get("is_mid_pass") or position.get("is_unknown"))
@@ -25,7 +25,7 @@ def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
 class ReplicaState(ABC):
     """Reads and replaces the state of one replica."""
 
-    def __init__(self, operator: Any, feed: Feed) -> None:
+    def __init__(self, operator: Any, feed: DataFeed) -> None:
         self._operator = operator
         self._feed = feed
 
@@ -35,54 +35,54 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        """Check that the parts fit the registered objects; see `check`."""
+        """Check that the parts match the registered objects; see `check`."""
 
     @abstractmethod
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
-        """Load the parts of a state that was checked."""
+        """Load the parts of a state that has been checked."""
 
     @abstractmethod
     def _more_progress(self) -> dict[str, Any]:
-        """Return more entries for `RESUME`."""
+        """Return additional entries for `RESUME`."""
 
     @abstractmethod
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Load the entries of `_more_progress`."""
+        """Load the entries that `_more_progress` returned."""
 
     @abstractmethod
     def copy_for_driver(self, rank: int) -> StateCopy | None:
         """Copy this rank's part of the shared state for the driver.
 
-        Rank 0 copies all, and other ranks return None. If the state is divided, every rank copies its part.
+        Rank 0 copies the whole state, and other ranks return None. If the state is sharded, every rank copies its part.
         """
 
     @abstractmethod
     def own(self) -> Any:
-        """Return this rank's own part of the state: its random states."""
+        """Return the part of the state that belongs to this rank: its random states."""
 
     @abstractmethod
     def check_own(self, own: Any) -> None:
-        """Check that `own` fits as this rank's own state."""
+        """Check that `own` is valid as this rank's own state."""
 
     @abstractmethod
     def restore_own(self, own: Any) -> None:
         """Load this rank's own state."""
 
     def decoded(self, state: Any) -> Mapping[str, Any]:
-        """Return the state from which a copy was made."""
+        """Decode a copy into the state that it was made from."""
         decoded: Mapping[str, Any] = state
         return decoded
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot or a checkpoint. If it does not fit, nothing is changed.
+        """Restore a snapshot or a checkpoint. If it does not fit, nothing changes.
 
         Args:
-            shared_state: A copy of the state, or the state itself if it was not sent. No reference to it is kept.
-            own_state: The random states of this rank; None to keep the current ones.
+            shared_state: A copy of the state, or the state itself if it was not sent. No reference to it is retained.
+            own_state: This rank's random states; None to leave the current random states unchanged.
 
         Raises:
             KeyError: A part is missing.
-            ValueError: A part does not fit the registered objects.
+            ValueError: A part does not match the registered objects.
         """
         state = self.decoded(shared_state)
         self.check(state)
@@ -108,11 +108,11 @@ class ReplicaState(ABC):
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check that a state fits.
+        """Check that a state can be loaded.
 
         Raises:
             KeyError: A part is missing.
-            ValueError: A part does not fit the registered objects.
+            ValueError: A part does not match the registered objects.
         """
         check_progress(state["epoch"], state.get(RESUME))
         self._feed.check_position((state.get(RESUME) or {}).get("position"))
@@ -121,12 +121,13 @@ class ReplicaState(ABC):
         state["operator"]
 
     def apply(self, state: Mapping[str, Any]) -> None:
-        """Load a state that was checked. No reference to it is kept.
+        """Load a state that has been checked. No reference to it is retained.
 
-        If the operator's `load_state_dict` raises, registered objects are already replaced: `check` cannot know.
+        If the operator's `load_state_dict` raises, registered objects are already replaced. `check` cannot foresee
+        this.
         """
         operator = self._operator
-        own_state = copy.deepcopy(state["operator"])  # first, because it may fail: nothing is replaced yet
+        own_state = copy.deepcopy(state["operator"])  # first, because copying may fail and nothing is replaced yet
         self._apply_parts(state)
         self._feed.epoch = int(state["epoch"])
         operator.load_state_dict(own_state)

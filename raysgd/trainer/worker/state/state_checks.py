@@ -1,4 +1,4 @@
-"""Checks of the progress and the parts in a saved state, made before anything is replaced."""
+"""Checks of the progress and the parts in a saved state. They run before anything is replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_COUNT = 2**62
 
 
 def require(holds: bool, finding: str) -> None:
-    """Refuse a state unless a condition holds.
+    """Reject a state unless a condition holds.
 
     Raises:
         ValueError: `holds` is False. The message contains `finding`.
@@ -24,7 +24,7 @@ def check_progress(epoch: Any, resume: Any) -> None:
     """Check the epoch, the step counter and the position in the data.
 
     Raises:
-        ValueError: One of them is invalid. The message says which.
+        ValueError: A value is invalid. The message names it.
     """
     check_count("epoch", epoch)
     if resume is None:
@@ -50,26 +50,26 @@ def _check_position(position: Any) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Check that a value is a whole number, 0 or more.
+    """Check that a value is a non-negative integer.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The value is not a non-negative integer, or is too large.
     """
     found = value if is_integer(value) else f"a `{type(value).__name__}`"
     require(is_integer(value) and 0 <= value < _MAX_COUNT, f"`{name}` is {found}, not a count")
 
 
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
-    """Check that a state has every part, with the right number of objects. The driver knows only these numbers.
+    """Check that a state has every part, with the right number of objects. The driver knows only these counts.
 
     Args:
         state: The state.
-        counts: Number of registered objects, by the key of their part.
-        *others: More keys that the state must have.
+        counts: Number of registered objects by part.
+        *others: Additional keys that the state must have.
 
     Raises:
         KeyError: A part is missing.
-        ValueError: A part has another number of objects.
+        ValueError: A part is not a list or has the wrong number of objects.
     """
     missing = [key for key in ("epoch", *others, *counts) if key not in state]
     if missing:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raysgd.torch.data.feed import TorchFeed
-from raysgd.torch.parallel.strategy import NoParallel
+from raysgd.torch.parallel.strategy import Strategy
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.trainer.worker.data import batch_streams
 from raysgd.trainer.worker.data.batch_streams import NO_BATCH, BatchStream, WatchedBatches, redrawing
@@ -180,7 +180,7 @@ def test_only_a_call_that_takes_some_batches_and_returns_leaves_the_others() -> 
             self.num_opened += 1
             return self.num_opened
 
-    feed, found = Counting(lambda name: None, NoParallel(), 1), []
+    feed, found = Counting(lambda name: None, Strategy(), 1), []
     for each in (request(1), request(1), request(None), request(1), request(1, starts_over=True)):
         with feed.validating(each) as stream:
             found.append(stream)

@@ -14,7 +14,7 @@ from raysgd.core.arrays.data_kinds import CallData, DataPosition
 from raysgd.core.arrays.ray_batches import RayBatches
 from raysgd.core.engine.shared.types import World
 from raysgd.core.engine.worker import SentData
-from raysgd.trainer.driver.sharing import DataSharing
+from raysgd.trainer.driver.shared_data import DataSharing
 from raysgd.trainer.messages.epochs import EpochRequest
 from raysgd.utils import BATCH_SIZE
 from tests.core.arrays.rows import Rows

@@ -1,4 +1,4 @@
-"""Data that the driver divides among the workers: registered Ray Data, and the data of single calls."""
+"""Data that the driver shards among the workers: registered Ray Data, and data passed to single calls."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from raysgd.core.engine.worker import identity, packed_bytes
 from raysgd.trainer.configuration.batching import config_for_worker
 
 Requests = list[tuple[Any, ...]]
-"""For each rank a request, followed by its share of the data if it gets one. Ray delivers the share."""
+"""For each rank, a request followed by the rank's shard of the data, if it gets a shard. Ray delivers the shard."""
 
 
 def place_share(use_local: bool, rank: int, share: Any) -> Any:
-    """Store the share of a rank, and return what to send. If it is an argument of its own, Ray tracks who holds it.
+    """Store a rank's shard and return the argument to send. Ray tracks who holds a separately passed argument.
 
     Args:
-        use_local: Whether rank 0 is in the driver. Its share then stays there.
+        use_local: Whether rank 0 runs in the driver, so that its shard stays there.
         rank: The rank.
-        share: Its share of the data.
+        share: The rank's shard of the data.
     """
     if use_local and rank == 0:
         return share
@@ -34,7 +34,7 @@ def place_share(use_local: bool, rank: int, share: Any) -> Any:
     try:
         return ray.put(share)
     except TypeError:
-        packed_bytes("What the call is given", share)  # raises an error that says what cannot be pickled
+        packed_bytes("What the call is given", share)  # raises an error that names the object that cannot be pickled
         raise
 
 
@@ -47,16 +47,16 @@ class _Division:
 
 
 class DataSharing:
-    """Adds to each request the worker's share of the data: once per group, as long as calls succeed.
+    """Adds each worker's shard of the data to its request, once per group as long as calls succeed.
 
-    Workers keep their shares and their places in them. A failed call may leave workers at different places, so they
-    get new shares after it.
+    Workers keep their shards and their positions in them. A failed call may leave workers at different positions, so
+    the workers receive new shards after it.
 
     Args:
         config: The config for all workers together.
-        place: Stores the share of a rank, and returns what to send.
-        call_data_of: Takes the data of a call and the config of one worker, and says who divides the data.
-        config_for: Makes the config of one worker from the common config and the number of workers.
+        place: Stores a rank's shard and returns the argument to send.
+        call_data_of: Takes a call's data and one worker's config, and determines who shards the data.
+        config_for: Builds one worker's config from the common config and the number of workers.
     """
 
     def __init__(
@@ -75,25 +75,25 @@ class DataSharing:
         self._has_warned = False
 
     def with_registered(self, requests: Requests, name: str, batches: RayBatches, worlds: Sequence[World]) -> Requests:
-        """Return the requests with shares of the Ray Data that operators registered.
+        """Return the requests with shards of the Ray Data that operators registered.
 
         Args:
             requests: The requests by rank.
             name: "train" or "validation".
             batches: The registered data.
-            worlds: The places in the group. The same object means the same group.
+            worlds: The ranks of the group. The identical object means the same group.
         """
         _, shares = self._shares(name, batches, CallData("ray", batches), worlds)
         return self._with_shares(requests, shares)
 
     def with_data_of_call(self, requests: Requests, name: str, dataset: Any, worlds: Sequence[World]) -> Requests:
-        """Return the requests with shares of a dataset that replaces the registered data for one call.
+        """Return the requests with shards of a dataset that replaces the registered data for one call.
 
         Args:
             requests: The requests by rank.
             name: "train" or "validation".
-            dataset: The dataset of the call, of a kind that `call_data_of` knows.
-            worlds: The places in the group, as in `with_registered`.
+            dataset: The call's dataset, of a type that `call_data_of` supports.
+            worlds: The ranks of the group, as for `with_registered`.
         """
         data, of_call = self._call_data_of(dataset, self._config_for(self._config, len(worlds))), f"{name} of a call"
         assert data is not None, "the call has checked it"
@@ -105,24 +105,24 @@ class DataSharing:
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
 
     def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
-        """Keep the place where a call stopped, for the next call with the same object."""
+        """Record the position where a call stopped, for the next call with the same object."""
         self._places[name] = identity(dataset), place
 
     def places_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
-        """Return the places where calls stopped, for another process. Data that is not sent again has none."""
+        """Return the positions where calls stopped, for another process. Omits data that would not be sent again."""
         return {name: (token, place) for name, (token, place) in self._places.items() if isinstance(token, str)}
 
     def take_over(self, kept: Mapping[str, tuple[str, DataPosition | None]]) -> None:
-        """Continue at the places that another process has kept."""
+        """Continue from positions that another process has stored."""
         self._places = {name: (sys.intern(token), place) for name, (token, place) in kept.items()}
 
     def follow(self, config: Mapping[str, Any]) -> None:
-        """Use a changed config. Data that functions make from the config gets new shares."""
+        """Use a changed config. Data that functions create from the config is sharded again."""
         self._config = config
         self._divisions = {name: each for name, each in self._divisions.items() if each.kind != "creator"}
 
     def forget(self) -> None:
-        """Give workers new shares in the next call."""
+        """Discard the cached shards, so that the next call recomputes them."""
         self._divisions.clear()
 
     def _with_shares(self, requests: Requests, shares: Sequence[CallData]) -> Requests:
@@ -133,7 +133,7 @@ class DataSharing:
         return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
 
     def _shares(self, name: str, given: Any, data: CallData, worlds: Sequence[World]) -> tuple[str, Sequence[CallData]]:
-        """Return a key for the shares, and the shares by rank. No shares if the workers have them already."""
+        """Return the shards' key, and the shards by rank. The shards are empty if the workers already have them."""
         known = self._divisions.get(name)
         if known is not None and known.data is identity(given) and known.worlds is worlds:
             return known.key, ()
@@ -145,8 +145,8 @@ class DataSharing:
 
 
 def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
-    """Return one share for all ranks. It is stored once for all ranks outside the driver."""
+    """Return a common value for each rank. It is stored only once for all ranks outside the driver."""
     share, num_others = shares[0], len(shares) - 1
     first = place(0, share)
-    is_local = first is share  # other ranks need a stored copy
+    is_local = first is share  # the other ranks then need a stored copy
     return [first, *[place(1, share) if is_local and num_others else first] * num_others]

@@ -1,4 +1,4 @@
-"""Makes the controller of a class-based trainer from its settings."""
+"""Creates the controller of a class-based trainer from its settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = FrontEndWords(
     after_end="the last completed state is kept",
     restart_point="from the last completed call",
 )
-"""Advice that is added to the engine's messages for users of a class-based trainer."""
+"""Advice for users of a class-based trainer, appended to the engine's messages."""
 
 
 def make_controller(
@@ -38,22 +38,22 @@ def make_controller(
     keeps_survivors: bool,
     renews_survivors: bool,
 ) -> ElasticController:
-    """Return the controller that the trainer's arguments ask for.
+    """Return the controller for a trainer's settings.
 
     Args:
-        settings: Number of workers, and the resources of each.
-        make_replica: Makes the replicas.
+        settings: Number of workers, their resources and how to handle failures.
+        make_replica: Creates the replicas.
         connection: Connects the workers with their group.
         reservation_timeout_s: Seconds to wait for resources.
         keeps_survivors: Whether the framework lets the survivors of a failure continue.
-        renews_survivors: Whether survivors can at least restore a snapshot in their processes.
+        renews_survivors: Whether survivors can at least restore a snapshot without a new process.
     """
     is_wanted = settings.recovery.in_place and not settings.is_driver_only
     continues = is_wanted and keeps_survivors
     recovery = settings.recovery
     every_s, operator_cls = recovery.snapshot_every_s, make_replica.settings.training_operator_cls
     if settings.use_local and every_s == "auto":
-        every_s = 0.0  # the user can change a local operator between calls, unnoticed
+        every_s = 0.0  # the user can change a local operator between calls without the library noticing
     num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
     group = GroupSpec(
         connection=connection,

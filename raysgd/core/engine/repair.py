@@ -1,9 +1,13 @@
 """Recovery: what happens after workers fail.
 
-`Recovery.recover` comes first. The survivors form a new group in place, together with standby workers and new ones if
-there are any. (ADR 9 explains why, and ADR 11 when they wait for a new worker.) If that is impossible, other replicas
-restore the last snapshot: new replicas in the processes that are left, or entirely new workers. If nothing is left to
-try, the failure is raised. The same changes let workers leave and step in between two steps or calls.
+`GroupRepair.recover` is the entry point. It tries these in order:
+
+1. The survivors form a new group in place, together with standby workers and new workers if there are any. ADR 9
+   explains why, and ADR 11 when survivors wait for new workers.
+2. All ranks restore the last snapshot: in rebuilt replicas in the remaining processes, or in new workers.
+3. The failure is raised.
+
+The first also lets workers leave or join between two steps or calls when nothing has failed.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from raysgd.core.engine import ranks as rank_rules
@@ -46,8 +50,8 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsErr
 
 logger = logging.getLogger(__name__)
 
-STANDBY_WAIT_S = 30.0  # longest time that survivors wait for new workers, which otherwise step in later
-_AWAITED_S = 10.0  # for a state that will be written to a file
+STANDBY_WAIT_S = 30.0  # longest wait of survivors for new workers, which can also join later
+_AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example for a file
 _REBUILD_RESERVATION_S = 10.0  # free resources are granted at once, unless another program took them
 
 
@@ -55,9 +59,9 @@ class CannotForm(Exception):
     """The ranks cannot form a new group, so only a restart is left.
 
     Args:
-        reason: Why; empty if no rank is left.
+        reason: The reason as a message. Empty if no rank is left.
         staying: The ranks that are left.
-        is_failure: True if a worker was lost that does not show as missing from `staying`.
+        is_failure: True if workers failed even though no rank is missing from `staying`.
     """
 
     def __init__(self, reason: str, staying: Collection[int], is_failure: bool = False) -> None:
@@ -67,7 +71,13 @@ class CannotForm(Exception):
 
 @dataclass
 class NextGroup:
-    """The workers that will form the next group."""
+    """The survivors and standby workers that will form the next group.
+
+    Attributes:
+        staying: Ranks of the survivors in the old group.
+        progress_reports: Progress of each survivor, in the order of `staying`.
+        joining: The standby workers that join.
+    """
 
     staying: list[int]
     progress_reports: list[ReplicaProgress]
@@ -79,7 +89,11 @@ class NextGroup:
 
     @property
     def source(self) -> int:
-        """Index of the rank whose state all others take over."""
+        """Index in `staying` of the rank whose state the other ranks copy.
+
+        Raises:
+            CannotForm: No survivor's state can be continued.
+        """
         source = choose_source(self.progress_reports)
         if source is None:
             obstacles = [each.obstacle for each in self.progress_reports if each.obstacle]
@@ -89,21 +103,22 @@ class NextGroup:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change of the group in place.
+class GroupChange:
+    """A request to change the group in place.
 
     Attributes:
-        kind: Its name in the history, unless ranks are lost during it.
-        cause: Returns the reason, given the lost ranks.
+        kind: Kind of the event in the history. If ranks are lost, "continued" is recorded instead.
+        cause: Returns the reason as a message, given the lost ranks.
         staying: Ranks that should stay.
-        began: When it began.
-        num_awaited: Wait for starting workers until the group has so many; 0 to wait only for those that it needs.
-        budget: The retries that it may use; None if it is free.
-        leaving: Ranks that leave in an orderly way.
-        orphans: Progress of these ranks.
-        wait_s: How long to wait.
-        goes_on: True if the ranks that stay continue with their present state.
-        only_copies: True if only their state is wanted. Then no one joins, and any number of ranks is enough.
+        began: Time at which the change began.
+        num_awaited: Wait for starting workers until the group has this many. 0 waits only to reach `min_workers`.
+        budget: The retries that the change may use. None if it costs no retry.
+        leaving: Ranks that leave without having failed.
+        orphans: Progress of the leaving ranks.
+        wait_s: Longest time to wait for starting workers.
+        goes_on: True if the ranks that stay continue with their current state.
+        only_copies: True if the group is formed only to copy its state. Then no worker joins, and any number of ranks
+            is enough.
     """
 
     kind: EventKind
@@ -114,23 +129,23 @@ class Change:
     budget: RetryBudget | None = None
     leaving: frozenset[int] = frozenset()
     orphans: tuple[Any, ...] = ()
-    wait_s: float = STANDBY_WAIT_S
+    wait_s: float = field(default_factory=lambda: STANDBY_WAIT_S)
     goes_on: bool = True
     only_copies: bool = False
 
 
-Failed = tuple[EventKind, str]
-"""A change that cannot be made in place: the name of the restart in the history, and its cause."""
+NotInPlace = tuple[EventKind, str]
+"""A change that needs a restart: the kind of the restart's event in the history, and its cause."""
 
 
-class Recovery:
+class GroupRepair:
     """Repairs the group of a trainer after a failure, or replaces it.
 
     Args:
         lifecycle: Holds the group.
         monitor: Watches the group during the recovery.
-        failures: Decides what follows a failed call.
-        start_budget: Retries for workers that die during a start. None: each start is tried a few times.
+        failures: Decides whether a failed call continues, restarts or raises.
+        start_budget: Retries for workers that die while a group starts. Default: a few attempts for each start.
     """
 
     def __init__(
@@ -139,7 +154,7 @@ class Recovery:
         self._lifecycle, self._monitor, self._failures = lifecycle, monitor, failures
         self._spec, self._scaling, self._snapshots = lifecycle.spec, lifecycle.scaling, lifecycle.snapshots
         self._start_budget = start_budget
-        self._went_on_at: int | None = None  # step at which survivors continued with larger shares of the global batch
+        self._went_on_at: int | None = None  # step at which survivors continued with larger local batches
         self._went_on_in: Call | None = None
 
     # ------------------------------------------------------------------------------------------- a call failed
@@ -148,19 +163,20 @@ class Recovery:
         """Repair the group after a failed call, or replace it.
 
         Returns:
-            True if the call can continue where it was.
+            True if the call can resume where it was interrupted. False if it must start over.
 
         Raises:
-            WorkerError: An exception in user code.
+            WorkerError: User code raised an exception.
+            UnevenStepsError: The ranks did different things, so that some would wait for others forever.
             WorkersLostError: The retries are used up, or too few workers can be started.
         """
         self._lifecycle.check_active()
         self._monitor.go_on()
         diagnosis = classify(report)
         told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
-        if parted := call.parted(told):
-            self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
-            raise UnevenStepsError(parted) from diagnosis.faults[0].error
+        if divergence := call.divergence(told):
+            self._monitor.await_snapshot()  # the previous call's, while its worker can still send it
+            raise UnevenStepsError(divergence) from diagnosis.faults[0].error
         if self._went_on_in is call and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
         decision = self._failures.decide(diagnosis, budget, call.can_continue)
@@ -191,7 +207,7 @@ class Recovery:
         return self._is_restored_inside
 
     def change_held(self, report: GroupReport) -> bool:
-        """Change the group while its ranks hold at a step. Return True if the call can continue where it was."""
+        """Change the group while its ranks hold at a step. Return True if the call can resume where it stopped."""
         self._lifecycle.check_active()
         reason = self._monitor.reason
         self._monitor.go_on()
@@ -201,8 +217,8 @@ class Recovery:
             self._snapshots.take_from(self._lifecycle.running, parts)
         return self._is_inside_after(self.change(leaving, reason, parts))
 
-    def _is_inside_after(self, failed: Failed | None) -> bool:
-        """After a change that is free, restart if it failed. Return True if the call can continue where it was."""
+    def _is_inside_after(self, failed: NotInPlace | None) -> bool:
+        """Restart if a change without a retry failed. Return True if the call can resume where it was."""
         if failed is None:
             return True
         self._monitor.await_snapshot()
@@ -215,12 +231,12 @@ class Recovery:
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
     def _in_words(self, diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
-        """Return the cause of a failure of the present group, in words. `gone` are ranks that are known to be lost."""
+        """Return a description of why the current group failed. `gone` are ranks that are known to be lost."""
         group, lost = self._lifecycle.running, {*gone, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
         return words(diagnosis, gone, group.nodes_of(lost, group.infos))
 
     def _give_up(self, diagnosis: Diagnosis, report: GroupReport, budget: RetryBudget, cause: str) -> NoReturn:
-        """Raise a failure because no retry is left."""
+        """End the group and raise `WorkersLostError`, because no retry is left."""
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
         budget.refuse()
@@ -234,7 +250,10 @@ class Recovery:
         raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error
 
     def _refuse_to_repeat(self, diagnosis: Diagnosis, report: GroupReport, cause: str) -> NoReturn:
-        """Raise an error: the state before the call is lost, and the survivors may be half-way through the call."""
+        """End the group and raise `WorkersLostError`, because the state from before the call is lost.
+
+        The survivors may be in the middle of the call, so it can neither continue nor start over.
+        """
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
         raise WorkersLostError(
@@ -243,16 +262,17 @@ class Recovery:
         ) from diagnosis.faults[0].error
 
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
-        """After an exception in user code, kill the group if its ranks are not at the same place, and say so.
+        """After an exception in user code, kill the group unless all ranks are alive, connected and in the same state.
 
-        The group is kept only if every rank is alive, connected, and at the same place as the others.
+        Returns:
+            A message for the user if the group was killed, or an empty string.
         """
         group = self._lifecycle.running
-        if not report.all_answered:  # ADR 7 explains why these cannot be kept
+        if not report.all_answered:  # ADR 7 explains why these ranks cannot be kept
             parted = "others were inside the call"
         elif call.keeps_alike and not group.is_driver_only and not self._has_failed_alike(report):
             parted = "others were elsewhere"
-            self._monitor.await_snapshot()  # of the previous call, while a worker can still send it
+            self._monitor.await_snapshot()  # the previous call's, while its worker can still send it
         else:
             return ""
         self.fetch_only_state(report)
@@ -268,7 +288,7 @@ class Recovery:
         )
 
     def _has_failed_alike(self, report: GroupReport) -> bool:
-        """Return True if all ranks failed at the same place, and wait for the next call in the same state."""
+        """Return True if all ranks failed at the same line of user code and are in the same state."""
         if not failed_alike(report):
             return False
         progress = self._ask_progress()
@@ -277,12 +297,12 @@ class Recovery:
     # ------------------------------------------------------------------------------ before workers are killed
 
     def fetch_only_state(self, after: GroupReport | None = None) -> None:
-        """Fetch the state that only workers have, before any of them is killed, even in the middle of a call.
+        """If only the workers have the state, copy it to the driver before any worker is killed, even during a call.
 
-        If no worker has the whole state any more, this is logged and the state is given up.
+        If no worker has a complete state any more, log that and give the state up.
 
         Args:
-            after: The report of the failed call; None if the ranks may be anywhere.
+            after: The report of the failed call. None if ranks may still be inside a call.
         """
         lifecycle = self._lifecycle
         self.await_only_state()
@@ -294,7 +314,7 @@ class Recovery:
             group = lifecycle.running
             survivors = group.settle_any() if after is None else group.settle(after)
             while lifecycle.holds_only_state:
-                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a rank in a long step is waited for
+                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a rank in a long step may finish it
                 survivors = list(range(len(group)))
             logger.info("fetched the state that only workers had: %s", self._snapshots.restored_from())
         except CannotForm as failed:
@@ -305,11 +325,11 @@ class Recovery:
             lifecycle.is_fetching = False
 
     def leave_with_survivors(self, report: GroupReport) -> list[Capture] | None:
-        """After a failure in a call that is to be left: bring the state of those who live to the driver.
+        """After a failure in a call that should be left, bring the survivors' state to the driver.
 
         Returns:
-            What each of them captured; nothing where they form a group that is not inside the call, which can go on
-            with it. None where they cannot do that, or where user code has failed.
+            Each survivor's capture. An empty list if the survivors formed a group that is not inside the call; that
+            group can then run the call. None if they could not form a group, or if user code raised an exception.
         """
         if not self._spec.regroups or classify(report).kind == "user":
             return None
@@ -329,15 +349,15 @@ class Recovery:
         return captures
 
     def await_only_state(self) -> None:
-        """If only workers have the state, wait for the copy that is on its way, if any."""
+        """If only workers have the state and a snapshot of it is in transit, wait for that snapshot."""
         if self._lifecycle.holds_only_state and self._snapshots.is_coming:
             self._monitor.await_snapshot()
 
     def _fetch_from(self, living: Collection[int]) -> list[Capture]:
-        """Let the living ranks form a group of their own, which gives them one state, and fetch it.
+        """Form a group of the living ranks, so that they are in sync, and fetch their state.
 
         Returns:
-            What each of them captured; nothing where one of them was lost over it.
+            Each rank's capture. An empty list if a rank was lost while its state was copied.
 
         Raises:
             CannotForm: No rank is left that has the state.
@@ -345,8 +365,8 @@ class Recovery:
         group, now, newcomers = self._lifecycle.running, self._lifecycle.now(), self._lifecycle.newcomers
         staying = [rank for rank in group.answering(sorted(living)) if group.workers[rank] not in newcomers]
         first = group.infos[0]
-        self._try_to_make(Change("ended", lambda gone: "", staying, now, 0, only_copies=True))
-        if group.infos[0] != first:  # what that one was sending will not come
+        self._try_to_make(GroupChange("ended", lambda gone: "", staying, now, 0, only_copies=True))
+        if group.infos[0] != first:  # rank 0 sends the snapshots, and it was lost
             self._snapshots.drop_incoming()
         everyone = dict.fromkeys(range(len(group)), ())
         report = group.on_replica(replica.capture_here, everyone, on_wait=self._monitor.poll)
@@ -360,16 +380,16 @@ class Recovery:
 
     # --------------------------------------------------------------------------------------- changes in place
 
-    def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> Failed | None:
-        """After a failure, let the survivors form a new group, with spares and new workers if there are any.
+    def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> NotInPlace | None:
+        """After a failure, form a new group of the survivors, with spares and new workers if there are any.
 
         Returns:
-            Why only a restart is left; None if the group was formed.
+            Why only a restart is left, or None if the group was formed.
         """
         lifecycle, group = self._lifecycle, self._lifecycle.running
         began = lifecycle.now()
         survivors = self._settled(report, self._monitor.tell_stuck)
-        if group.stuck and classify(report).kind == "disconnected":  # otherwise ranks are slow, and another died
+        if group.stuck and classify(report).kind == "disconnected":  # if a rank died, the stuck ranks are only slow
             budget.note_hang()
         verb = "does" if len(group.silent) == 1 else "do"
         silent = f"; {named(group.silent)} {verb} not answer any more" if group.silent else ""
@@ -380,23 +400,23 @@ class Recovery:
             told = words(classify(report), gone, nodes)
             return told if nodes is not None and nodes.are_dead else told + silent
 
-        return self._make(Change("continued", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
+        return self._make(GroupChange("continued", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
 
     def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
-        """Free the survivors of a failure from their waits, and return them."""
+        """Interrupt survivors that wait for lost ranks, and return the survivors."""
         survivors = self._lifecycle.running.settle(report, tell_stuck)
         self._lifecycle.suspect(survivors)
         return survivors
 
     def _is_short_of_memory(self, diagnosis: Diagnosis) -> bool:
-        """Return True if survivors continued, and in their first step memory was too small for their larger shares."""
+        """Return True if survivors that continued ran out of memory in their first step, with larger local batches."""
         if self._went_on_at is None or not is_lack_of_memory(diagnosis):
             return False
         signs = self._lifecycle.running.ask_beside("beside", replica.sign_of_life, ranks=diagnosis.ranks)
         return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
 
-    def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> Failed | None:
-        """Let survivors that tried to continue wait for new workers after all, as long as any are coming."""
+    def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> NotInPlace | None:
+        """Make survivors that ran out of memory wait for new workers, as long as any are starting."""
         lifecycle, began, num_short = self._lifecycle, self._lifecycle.now(), len(self._lifecycle.running)
         lifecycle.note_short_of_memory()
         self._went_on_at = None
@@ -407,19 +427,19 @@ class Recovery:
 
         logger.warning("%s; waiting for new workers", cause(()))
         survivors = self._settled(report, self._monitor.tell_stuck)
-        lifecycle.start_standby()  # even if no room was reserved
-        return self._make(Change("grown", cause, survivors, began, self._scaling.max_workers, wait_s=math.inf))
+        lifecycle.start_standby()  # survivors that continue alone may have requested no resources
+        return self._make(GroupChange("grown", cause, survivors, began, self._scaling.max_workers, wait_s=math.inf))
 
-    def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> Failed | None:
-        """Between two steps or calls, let workers on some nodes leave, and ready ones step in.
+    def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> NotInPlace | None:
+        """Between two steps or calls, remove the workers on some nodes and add ready standby workers.
 
         Args:
             leaving: Nodes that are going away.
-            cause: Why.
-            parts: Each rank's copy of its progress, if the ranks hold inside a call.
+            cause: Reason for the change, for the history.
+            parts: Each rank's capture, if the ranks hold inside a call.
 
         Returns:
-            Why only a restart is left; None if the change was made.
+            Why only a restart is left, or None if the change was made.
         """
         group = self._lifecycle.running
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
@@ -427,7 +447,7 @@ class Recovery:
         if not self._spec.regroups and not self._spec.runs_on:
             return kind, cause
         return self._make(
-            Change(
+            GroupChange(
                 kind,
                 cause=lambda gone: f"lost {named(gone)}; {cause}" if gone else cause,
                 staying=staying,
@@ -438,15 +458,15 @@ class Recovery:
             )
         )
 
-    def grow(self, num_awaited: int, cause: str) -> Failed | None:
-        """Between two calls, let as many workers step in as there is room for.
+    def grow(self, num_awaited: int, cause: str) -> NotInPlace | None:
+        """Between two calls, add as many workers as the free resources allow.
 
         Args:
-            num_awaited: Wait for starting workers until there are so many.
-            cause: Why.
+            num_awaited: Wait for starting workers until the group could have this many.
+            cause: Reason for the change, for the history.
 
         Returns:
-            Why only a restart is left; None if the change was made, or no worker could step in.
+            Why only a restart is left. None if the change was made or no worker could join.
         """
         lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
         lifecycle.start_standby()
@@ -459,7 +479,7 @@ class Recovery:
         return self.change(frozenset(), cause) if standby.num_ready else None
 
     def can_change(self) -> bool | None:
-        """Between two calls, return True if the replicas could continue in another group; None if some are lost."""
+        """Between two calls, return True if the replicas can continue in a new group, or None if workers were lost."""
         if not self._spec.regroups:
             return False
         report = self._ask_progress()
@@ -472,18 +492,22 @@ class Recovery:
         everyone = dict.fromkeys(range(len(group)), ())
         return group.on_replica(replica.replica_progress, everyone, on_wait=self._monitor.poll)
 
-    def _make(self, change: Change) -> Failed | None:
-        """Make a change. Record it in the history, and use a retry if it costs one."""
+    def _make(self, change: GroupChange) -> NotInPlace | None:
+        """Carry out a change, record it in the history, and use a retry if it costs one.
+
+        Returns:
+            Why only a restart is left, or None if the change was made.
+        """
         lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
 
         def gone(staying: Collection[int]) -> set[int]:
-            """Return the lost ranks, numbered as before the change."""
+            """Return the lost ranks, as ranks of the group before the change."""
             infos = lifecycle.running.infos
             kept = {infos[rank] for rank in staying}
             return {rank for rank, info in enumerate(before) if info not in kept} - change.leaving
 
         def end_unless_unformed(error: BaseException) -> None:
-            """Make sure that a half-formed group is never used, even after Ctrl-C."""
+            """Kill a half-formed group so that it is never used, even after Ctrl-C."""
             if not isinstance(error, CannotForm):
                 self.fetch_only_state()
                 lifecycle.end_call(type(error).__name__)
@@ -508,13 +532,13 @@ class Recovery:
         may_lack_memory = change.kind == "continued" and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at = source.progress if may_lack_memory else None
         kind: EventKind = "continued" if lost else change.kind
-        if kind != "grown" or len(group) > len(before):  # otherwise nothing changed, because the joining workers died
+        if kind != "grown" or len(group) > len(before):  # not if all joining workers died
             lifecycle.record(kind, len(before), change.began, change.cause(lost), source.words)
         lifecycle.owe_spares()
         return None
 
-    def _try_to_make(self, change: Change) -> NextGroup:
-        """Form the next group. If workers are lost during that, form another one without waiting for new workers.
+    def _try_to_make(self, change: GroupChange) -> NextGroup:
+        """Form the next group. If workers are lost meanwhile, try again without waiting for new workers.
 
         Raises:
             CannotForm: No group can be formed.
@@ -543,10 +567,10 @@ class Recovery:
             change = replace(change, num_awaited=0)
 
     def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
-        """Return the living ranks after a group could not be formed.
+        """Return the surviving ranks of a group that could not be formed.
 
         Raises:
-            CannotForm: The reason was not a failure of workers.
+            CannotForm: User code raised an exception, or no worker was lost.
         """
         diagnosis = classify(report)
         reason = f"could not form a new group: {words(diagnosis)}"
@@ -558,16 +582,18 @@ class Recovery:
 
     # -------------------------------------------------------------------------------- members of the next group
 
-    def form(self, change: Change, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
-        """Let the staying ranks leave the old group, and find workers to fill it up. Workers that die are left out.
+    def form(self, change: GroupChange, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
+        """Choose the members of the next group: the staying ranks, which leave the old group, and standby workers.
+
+        Workers that die meanwhile are left out.
 
         Args:
-            change: The change that the group is for.
-            staying: Ranks of the old group.
-            without_state: Those of them that should have taken over a state and did not.
+            change: The change for which the group is formed.
+            staying: Ranks of the old group that should stay.
+            without_state: Staying ranks that should have received the state in a failed attempt, and did not.
 
         Raises:
-            CannotForm: No group can be formed of them.
+            CannotForm: Too few workers are left, or the survivors cannot continue.
         """
         standby, min_workers = self._lifecycle.running.standby, self._scaling.min_workers
         formed = self._leave_old_group(change, staying, without_state)
@@ -582,18 +608,20 @@ class Recovery:
 
         with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
-            if not change.goes_on:  # otherwise a restart can still use the workers that are coming
+            if not change.goes_on:  # otherwise starting workers remain available for a restart
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
                 raise CannotForm(f"{formed.num_workers} of at least {min_workers} workers are left", formed.staying)
         return formed
 
-    def _leave_old_group(self, change: Change, survivors: Sequence[int], without_state: Collection[int]) -> NextGroup:
-        """Let the survivors leave the group. Drop survivors that turn out to be dead.
+    def _leave_old_group(
+        self, change: GroupChange, survivors: Sequence[int], without_state: Collection[int]
+    ) -> NextGroup:
+        """Make the survivors leave the old group. Leave out survivors that turn out to be dead.
 
         Raises:
-            CannotForm: No rank is left to form another group, or one of them raised an error.
+            CannotForm: No rank is left to form a new group, or a survivor's user code raised an exception.
         """
         group, staying = self._lifecycle.running, list(survivors)
         while staying:
@@ -607,7 +635,7 @@ class Recovery:
             if any(o.failure is not None and o.failure.kind == "user" for o in failed):
                 logger.warning("a surviving worker could not report its progress: %s", words(classify(report)))
                 raise CannotForm("a surviving worker could not report its progress", staying)
-            dead = {o.rank for o in failed if o.failure is not None}  # the others may only be slow to answer
+            dead = {o.rank for o in failed if o.failure is not None}  # unanswered ranks may just be slow
             staying = [rank for rank in staying if rank not in (dead or {o.rank for o in failed})]
         if not change.goes_on:
             group.standby.kill_unresponsive()  # spares may have died with the workers
@@ -619,14 +647,14 @@ class Recovery:
         group = self._lifecycle.running
         group.remove_workers([rank for rank in range(len(group)) if rank not in staying and rank not in group.gone])
 
-    def _fill_up(self, change: Change, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
-        """Let workers join. Wait for them until the group has `num_awaited` members, and for those that it needs.
+    def _fill_up(self, change: GroupChange, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
+        """Add standby workers. Wait for starting workers up to `max(num_awaited, min_workers)` members.
 
         Returns:
             The members that are still alive after the wait.
 
         Raises:
-            CannotForm: No staying rank is left, or no retry to continue with.
+            CannotForm: No staying rank is left, or no retry is left to continue.
         """
         lifecycle, group = self._lifecycle, self._lifecycle.running
         deadline = lifecycle.now() + change.wait_s
@@ -639,14 +667,14 @@ class Recovery:
             self._remove_others(formed.staying)
             if not self._fill_from_standby(change, formed, max(0.0, deadline - lifecycle.now())):
                 return formed
-            answering = group.answering(formed.staying)  # nothing checked them while they waited
+            answering = group.answering(formed.staying)  # no heartbeats were checked during the wait
             if answering == formed.staying:
                 return formed
             lifecycle.suspect(answering)
             formed = replace(self._leave_old_group(change, answering, without_state), joining=formed.joining)
 
-    def _fill_from_standby(self, change: Change, formed: NextGroup, wait_s: float) -> bool:
-        """Let ready workers join, and new ones if there is room and time to wait. Return True if it waited."""
+    def _fill_from_standby(self, change: GroupChange, formed: NextGroup, wait_s: float) -> bool:
+        """Add ready workers, start more, and wait up to `wait_s` for starting ones. Return True if it waited."""
         standby, most = self._lifecycle.running.standby, self._scaling.max_workers
         admits = all(each.admits for each in formed.progress_reports)
         missing = most - formed.num_workers if admits else 0
@@ -665,16 +693,16 @@ class Recovery:
     # ------------------------------------------------------------------------------- back to the last snapshot
 
     def restart_workers(self, kind: EventKind, cause: str, after: GroupReport | None = None) -> None:
-        """Kill the old group, start a new one as large as free resources allow, and restore the last snapshot.
+        """Kill the old group, start a new group as large as free resources allow, and restore the last snapshot.
 
         Args:
-            kind: Its name in the history.
-            cause: Why.
-            after: The report of a failed call. If given, living processes are kept if possible.
+            kind: Kind of the event in the history.
+            cause: Reason for the restart, for the history.
+            after: The report of a failed call. If given, surviving processes are kept if possible.
 
         Raises:
-            WorkersLostError: Too few workers could be started.
-            WorkerError: The user's set-up failed.
+            WorkersLostError: Too few workers could be started, or the state is lost.
+            WorkerError: The user's set-up code failed.
         """
         lifecycle = self._lifecycle
         lifecycle.check_active()
@@ -684,7 +712,7 @@ class Recovery:
         lifecycle.allow_replacements()
 
         def end(error: BaseException) -> None:
-            """Make sure that a half-restored group is never used, even after Ctrl-C."""
+            """Kill a half-restored group so that it is never used, even after Ctrl-C."""
             lifecycle.kill_group()
             if kind != "started":
                 is_failure = isinstance(error, WorkersLostError)
@@ -702,13 +730,13 @@ class Recovery:
             lifecycle.end_replacements()
 
     def _try_renew(self, after: GroupReport) -> int | None:
-        """Restore the last snapshot in the present processes. Return None if all have to be replaced.
+        """Restore the last snapshot in rebuilt replicas, without starting new processes.
 
-        If replicas regroup, only standby workers are kept, because the reason why the survivors could not continue may
-        lie in their processes.
+        If replicas can regroup, only standby workers are kept: the survivors' processes may be the reason why they
+        could not continue.
 
         Returns:
-            How many of the ranks were in the group before.
+            Number of workers kept from the old group, or None if all processes must be replaced.
         """
         lifecycle, spec, group = self._lifecycle, self._spec, self._lifecycle.running
         is_possible = spec.renews or (spec.regroups and not spec.use_local and group.standby.num_all)
@@ -717,12 +745,12 @@ class Recovery:
         before = set(group.infos)
         if spec.renews:
             staying = self._settled(after, self._monitor.tell_stuck)
-        else:  # killing an actor does not end a frozen process, so find out which ranks are silent
+        else:  # find silent ranks: killing an actor does not end a frozen process
             staying = []
             unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
             lifecycle.suspect(group.answering(unknown))
         num_awaited = lifecycle.resizing.num_awaited
-        change = Change("restored", lambda gone: "", staying, lifecycle.now(), num_awaited, goes_on=False)
+        change = GroupChange("restored", lambda gone: "", staying, lifecycle.now(), num_awaited, goes_on=False)
         try:
             formed = self.form(change, staying)
         except CannotForm as failed:
@@ -737,7 +765,7 @@ class Recovery:
         return len(before & set(lifecycle.running.infos)) if self._restore_those_left() else None
 
     def _start_others(self, kind: EventKind, cause: str) -> None:
-        """Start another group as soon as there is room, and restore the last snapshot in it."""
+        """Start a new group once enough resources are free, and restore the last snapshot in it."""
         lifecycle, scaling = self._lifecycle, self._scaling
         lifecycle.kill_group()
         self._refuse_if_lost(cause)
@@ -772,11 +800,11 @@ class Recovery:
                 continue
             if self._start_budget is not None:
                 pay_for_start(self._start_budget)
-                attempt -= 1  # this attempt used a retry instead
+                attempt -= 1  # this attempt used a retry of the start budget instead
         raise WorkersLostError(f"No group could be started in {scaling.num_attempts} attempts after: {cause}.")
 
     def _refuse_if_lost(self, cause: str) -> None:
-        """Raise an error if the state is lost. New workers would silently start from the beginning."""
+        """Raise `WorkersLostError` if the state is lost: new workers would silently train from the beginning."""
         if not self._snapshots.is_lost:
             return
         if not self._spec.loses_state:
@@ -791,7 +819,7 @@ class Recovery:
         )
 
     def _restore_those_left(self) -> bool:
-        """Restore the state in all workers that survive it. Return False if too few do."""
+        """Restore the state in the group. Leave out workers that die meanwhile. Return False if too few are left."""
         lifecycle = self._lifecycle
         while (failed := self._restore()) is not None:
             on_wait = Monitor(lifecycle, is_of_restore=True).poll
@@ -805,15 +833,15 @@ class Recovery:
         return True
 
     def _restore(self) -> GroupReport | None:
-        """Bring the new group to the state of the last snapshot, then repeat the calls since then.
+        """Restore the last snapshot in the new group, then repeat the calls since then.
 
         Returns:
-            The report of the call in which workers were lost; None if none were.
+            The report of the call in which workers were lost, or None if no worker was lost.
         """
         group, snapshots = self._lifecycle.running, self._snapshots
         on_wait = Monitor(self._lifecycle, is_of_restore=True).poll  # repeated calls can hang, too
         snapshot = snapshots.landed
-        if snapshot is not None and isinstance(snapshot.shared_state, DividedValue):  # read parts from living nodes
+        if snapshot is not None and isinstance(snapshot.shared_state, DividedValue):  # read the shards from live nodes
             parts = snapshot.shared_state.best_on({info.node_id for info in group.infos})
             snapshot = snapshots.landed = replace(snapshot, shared_state=parts)
         if snapshot is not None:
@@ -836,13 +864,18 @@ class Recovery:
         return None
 
     def _has_lost_workers(self, report: GroupReport) -> bool:
-        """Return True if a call failed because workers were lost. Raise an error if it failed for another reason."""
+        """Return True if a call failed because workers were lost, and False if it succeeded.
+
+        Raises:
+            WorkerError: User code raised an exception.
+            WorkersLostError: A shard of the snapshot was lost.
+        """
         if report.ok:
             return False
         diagnosis = classify(report)
         if diagnosis.kind != "user":
             return True
         lost_parts = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
-        if lost_parts:  # a rank's part of the snapshot is nowhere
+        if lost_parts:  # no node has this rank's shard of the snapshot
             raise WorkersLostError(f"{lost_parts[0]} {self._snapshots.last_file_in_words}")
         raise worker_error(diagnosis.faults)
