@@ -1,10 +1,11 @@
 """Jumps: the steps at which a loss left its range. A pure function of the losses.
 
-A step jumps if its loss is not finite, or if it lies far above the losses of the last 200 steps: farther above their
-median than three times the farthest of them, than ten times their usual distance from it, and than 10 %. The farthest
-one is the second highest loss of 20 steps, and the fourth highest of 200, so that outliers do not count. The usual
-distance is the median of the distances times 1.48, which is the standard deviation of normal ones. Distances are those
-of logarithms, so a loss that falls from 5 to 0.05 has the same range all the time.
+A step jumps if its loss is not finite, or if it lies far above the median of the last 20 steps: farther than three
+times the farthest of the last 200 steps did, than ten times the spread of their distances, and than 10 %; or by a
+factor of 1,000. The farthest
+one is the second highest distance of 20 steps, and the fourth highest of 200, so that outliers do not count. The spread
+is the median absolute deviation times 1.48, which is the standard deviation of normal distances. Distances are those
+of logarithms, and the median follows the loss, so a loss that falls fast has no wider range.
 
 Steps that jump do not enter the range. If they come close together, they are one jump, which begins with the first. If
 the loss stays where it is, it has a new range after some time.
@@ -22,10 +23,12 @@ from typing import TypeAlias
 _Function: TypeAlias = Callable[[float], float]
 WINDOW = 200
 FEWEST = 20
+_NEAR, _FEWEST_NEAR = 20, 5
 _TIMES_FARTHEST = 3.0
 _TIMES_USUAL = 10.0
 _OUTLIERS_OF = 100  # one of so many steps may lie anywhere, and one more
 _LEAST = 0.1  # a loss that is 10 % larger is no jump, however quiet it was before
+_MOST = math.log(1000)  # a loss that is 1,000 times larger is one, however noisy it was before
 _TOGETHER = 5
 _NEW_RANGE = 100
 _LEAST_LOSS = 1e-12
@@ -57,11 +60,17 @@ class _Range:
         self._begin()
 
     def _begin(self) -> None:
+        self._near = deque[float](maxlen=_NEAR)
         self._recent, self._sorted = deque[float](), list[float]()
 
     def add(self, value: float) -> None:
-        self._recent.append(value)
-        insort(self._sorted, value)
+        if len(self._near) >= _FEWEST_NEAR:
+            self._add_distance(value - _median(sorted(self._near)))
+        self._near.append(value)
+
+    def _add_distance(self, distance: float) -> None:
+        self._recent.append(distance)
+        insort(self._sorted, distance)
         if len(self._recent) > WINDOW:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
@@ -72,16 +81,21 @@ class _Range:
 
     @property
     def median(self) -> float:
-        return _median(self._sorted) if len(self._sorted) >= FEWEST else math.nan
+        return _median(sorted(self._near)) if self._is_known else math.nan
+
+    @property
+    def _is_known(self) -> bool:
+        return len(self._sorted) >= FEWEST - _FEWEST_NEAR
 
     @property
     def limit(self) -> float:
         """The highest value in the range; NaN if too few are known."""
-        if len(self._sorted) < FEWEST:
+        if not self._is_known:
             return math.nan
-        middle, highest = _median(self._sorted), self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
+        farthest = self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
+        middle = _median(self._sorted)
         usual = _median(sorted(abs(each - middle) for each in self._sorted)) * 1.4826
-        return middle + max(_TIMES_FARTHEST * (highest - middle), _TIMES_USUAL * usual, _LEAST)
+        return self.median + min(max(_TIMES_FARTHEST * farthest, _TIMES_USUAL * usual, _LEAST), _MOST)
 
 
 def find_jumps(losses: Sequence[float]) -> list[Jump]:
