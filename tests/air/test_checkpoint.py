@@ -246,7 +246,7 @@ class TestArchivesFromElsewhere:
         archive: Any = archive_of(member)
         archive = archive if key == "fs_checkpoint" else {"x": archive}
         checkpoint = Checkpoint.from_dict({"epoch": 1, key: archive})
-        with pytest.raises(CheckpointCorruptedError, match="Nothing outside of it was written"):
+        with pytest.raises(CheckpointCorruptedError, match="Nothing outside this folder was written"):
             checkpoint.to_directory(tmp_path / "target")
         assert os.listdir(tmp_path) == ["target"]
 

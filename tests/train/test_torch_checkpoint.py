@@ -63,4 +63,4 @@ def test_what_is_no_model_is_refused() -> None:
 def test_a_model_that_is_not_used_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "raysgd.train"):
         TorchCheckpoint.from_model(net(1.0)).get_model(net(2.0))
-    assert "`model` is not used" in caplog.text
+    assert "`model` is ignored" in caplog.text

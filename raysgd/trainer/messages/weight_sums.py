@@ -123,7 +123,7 @@ def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: st
     found = _difference(sums) if len(sums) == len(told) > 1 else ""
     if found:
         advice = _ADVICE.format(reasons=reasons, way_out=way_out)
-        raise RanksDifferError(f"The workers' models are no longer equal: {found}. {advice}")
+        raise RanksDifferError(f"The workers' models are no longer in sync: {found}. {advice}")
 
 
 def _difference(sums: Mapping[int, WeightSums]) -> str:

@@ -82,7 +82,7 @@ def test_a_loader_waits_for_its_share_unless_it_is_alone() -> None:
     alone = RayLoader(batches, World(0, 1), as_lists)
     assert list(alone) == list(alone) == [[1, 2], [3]]
     shared = RayLoader(batches, World(1, 2), as_lists)
-    with pytest.raises(RuntimeError, match="has no part of the Ray Data dataset yet"):
+    with pytest.raises(RuntimeError, match="has no shard of the Ray Data dataset yet"):
         iter(shared)
     shared.iterator = batches.shares(2)[1].iterator
     assert list(shared) == [[3]]

@@ -215,7 +215,7 @@ def test_a_missing_horovod_is_reported_with_the_command(without_horovod: None, m
     [
         ("raise OSError('undefined symbol: _ZN5torch')", r"fails to load \(OSError: undefined symbol: _ZN5torch\)"),
         ("import no_such_dependency", r"fails to load \(ModuleNotFoundError: No module named 'no_such_dependency'\)"),
-        ("Average = 1", "was installed without its PyTorch part"),
+        ("Average = 1", "was installed without support for PyTorch"),
     ],
 )
 def test_a_horovod_that_does_not_fit_is_not_called_missing(
