@@ -80,7 +80,7 @@ def _check_known(argument: str, uri: str) -> None:
         ) from error
     except ValueError:
         raise ValueError(
-            f"`{argument}={masked(uri)!r}`: the scheme `{scheme}` is unknown. Allowed are paths, `file`, {_NAMED}, "
+            f"`{argument}={masked(uri)!r}`: `{scheme}` is unknown. Allowed are paths, `file`, {_NAMED}, "
             "and the schemes of fsspec. For anything else pass `filesystem`."
         ) from None
 

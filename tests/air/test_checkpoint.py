@@ -454,7 +454,7 @@ def test_a_model_that_keras_saved_becomes_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_weights_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r'no "model", but \[\'epoch\'\]'):
+    with pytest.raises(RuntimeError, match=r'no "model"\. Available: \[\'epoch\'\]'):
         TensorflowCheckpoint.from_dict({"epoch": 1}).get_model_weights()
 
 

@@ -148,9 +148,7 @@ def test_with_a_file_system_goes_a_path_in_it() -> None:
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"`storage_path='nowhere://x'`: the scheme `nowhere` is unknown. Allowed are .*`s3`"
-    ):
+    with pytest.raises(ValueError, match=r"`storage_path='nowhere://x'`: `nowhere` is unknown. Allowed are .*`s3`"):
         open_folder("nowhere://x", argument="storage_path")
 
 

@@ -203,7 +203,7 @@ def test_a_shard_that_is_not_as_long_as_it_said_is_named(said: int) -> None:
         def shards(self) -> list[Any]:
             return [shard._replace(num_rows=said) for shard in super().shards()]
 
-    with pytest.raises(StreamError, match=f"'shard-0' has 40 rows, and not {said}"):
+    with pytest.raises(StreamError, match=f"'shard-0' has 40 rows instead of the {said}"):
         read_together(pass_of(Changed([40]).batch(8)), 2)
 
 

@@ -49,7 +49,7 @@ def test_a_state_needs_a_model() -> None:
 
 
 def test_a_checkpoint_without_a_model_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r'no "model", but \[\'epoch\'\]'):
+    with pytest.raises(RuntimeError, match=r'no "model"\. Available: \[\'epoch\'\]'):
         TorchCheckpoint.from_dict({"epoch": 1}).get_model()
 
 

@@ -235,7 +235,9 @@ def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = value.opened()
             if found[name] is None:
                 logger.warning(
-                    "`%s` is no longer in %s: pass it again if the run has no checkpoint yet", name, value.path
+                    "`%s` was in %s and cannot be opened. Pass it again if the run has no checkpoint yet",
+                    name,
+                    value.path,
                 )
                 del found[name]
     return found

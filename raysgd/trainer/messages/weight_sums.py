@@ -29,7 +29,7 @@ REASONS_OF_TORCH = (
     "of one forward pass (add the losses up)"
 )
 _ADVICE = (
-    "Replicas that exchange gradients have to stay equal. Likely reasons: {reasons}; random numbers or learning "
+    "Replicas that exchange gradients have to stay in sync. Likely reasons: {reasons}; random numbers or learning "
     "rates that differ between workers; a batch that some workers skipped. {way_out}"
 )
 _WAY_OUT = (

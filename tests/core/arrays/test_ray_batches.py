@@ -117,7 +117,7 @@ class TestTensors:
         assert batch.tolist() == [0, 1]
 
     def test_a_column_that_there_is_not(self) -> None:
-        with pytest.raises(ValueError, match=r"no column 'w': it has \['text', 'x', 'y', 'z'\]"):
+        with pytest.raises(ValueError, match=r"no column 'w'\. Available: \['text', 'x', 'y', 'z'\]"):
             as_batch(ARRAYS, form(feature_columns="w", label_column="y"))
 
     @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_a_meeting_point_that_is_gone_is_a_broken_connection() -> None:
 
 def test_each_node_takes_the_first_interface_that_it_has() -> None:
     assert first_of(["no-such", "lo"]) == "lo"
-    with pytest.raises(ValueError, match=r"none of the network interfaces 'no-such'; it has .*'lo'"):
+    with pytest.raises(ValueError, match=r"none of the network interfaces 'no-such'\. Available: .*'lo'"):
         first_of(["no-such"])
 
 

@@ -214,7 +214,7 @@ def test_a_frame_keeps_its_index_and_may_have_other_columns(stock: TorchTrainer,
     assert np.abs(found.to_numpy() - expected).max() < 1e-6
     with pytest.raises(ValueError, match=r"non-numeric columns, \['text'\]\. Select .* `feature_columns`"):
         stock.predict(frame().assign(text="no number"))
-    with pytest.raises(KeyError, match=r"`feature_columns`: the data frame has no column 'd'\. It has a, b, c\."):
+    with pytest.raises(KeyError, match=r"`feature_columns`: the data frame has no column 'd'\. Available: a, b, c\."):
         stock.predict(frame(), feature_columns=["a", "d"])
 
 

@@ -132,7 +132,7 @@ class TestArguments:
         path = save_with(tmp_path, resume_from_checkpoint=Checkpoint.from_directory(tmp_path / "state"))
         (tmp_path / "state").rmdir()
         assert "resume_from_checkpoint" not in restore(Trainer, path)[0].arguments
-        assert f"`resume_from_checkpoint` was in {tmp_path / 'state'}: pass it again" in caplog.text
+        assert f"`resume_from_checkpoint` was in {tmp_path / 'state'} and cannot be opened" in caplog.text
 
     def test_the_keys_of_a_store_are_not_saved(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         uri = "s3://id:planted@bucket/a"
@@ -140,7 +140,7 @@ class TestArguments:
         path = save_with(tmp_path, resume_from_checkpoint=checkpoint, run_config=config)
         assert b"planted" not in (path / "trainer.pkl").read_bytes()
         assert "resume_from_checkpoint" not in restore(Trainer, path)[0].arguments
-        assert "`resume_from_checkpoint` was in s3://***@bucket/a: pass it again" in caplog.text
+        assert "`resume_from_checkpoint` was in s3://***@bucket/a and cannot be opened" in caplog.text
         caplog.clear()
         assert (
             restore(Trainer, path, resume_from_checkpoint=checkpoint)[0].arguments["resume_from_checkpoint"]
