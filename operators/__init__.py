@@ -2,12 +2,13 @@
 
 Subclass an operator, and override its `build_...` methods to return your networks and your data.
 
-* Each operator overrides the same methods that you would. So it runs on one worker or many, on CPUs or GPUs, in full or
-  mixed precision, and it can be saved, resumed and resized.
-* `setup` raises a `ValueError` that says what is allowed if the config makes no sense.
+* Each operator overrides the same methods that you would. It therefore runs on one or many workers, on CPUs or GPUs, in
+  full or mixed precision, and can be saved, resumed and resized.
+* If a config value is invalid, `setup` raises a `ValueError` that lists the allowed values.
 
-Import it as `raysgd.operators`. The folder is at the top of the repository, next to the examples, because you are meant
-to read the code and copy from it: nothing in `raysgd` depends on it. The package has a link to the folder.
+Import the package as `raysgd.operators`. Its source is at the top of the repository, next to the examples, because you
+are meant to read the code and copy from it. Nothing in `raysgd` depends on it, and `raysgd/operators` is a symbolic
+link to it.
 """
 
 from __future__ import annotations

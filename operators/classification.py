@@ -13,21 +13,21 @@ from raysgd.operators.supervised import SupervisedOperator
 class ClassificationOperator(SupervisedOperator):
     """Trains a classifier with cross-entropy. You provide the model and the data.
 
-    Override `build_model` and `build_data`. A sample is `(input, class index)`. The model returns one score for each
-    class, without a softmax. `train` reports `train_loss`; `validate` reports `val_loss` and `val_accuracy`.
+    Override `build_model` and `build_data`. A sample is `(input, class index)`. The model returns one logit per class.
+    `train` reports `train_loss`; `validate` reports `val_loss` and `val_accuracy`.
 
-    You can also override `build_optimizer`, `build_criterion`, `build_scheduler`, and every method of
-    `TrainingOperator` (`train_batch`, `forward`, `validate_batch`, ...), each on its own. `setup` calls the `build_...`
-    methods. If you override it, call `super().setup(config)`.
+    You can also override `build_optimizer`, `build_criterion`, `build_scheduler`, and any method of
+    `TrainingOperator` (`train_batch`, `forward`, `validate_batch`, ...) independently of the others. `setup` calls the
+    `build_...` methods. If you override `setup`, call `super().setup(config)`.
 
     All config keys are optional, and you can add your own:
 
     * `lr`: Learning rate. Default: 0.001.
     * `optimizer`: "adam" (the default), "adamw", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
     * `weight_decay`: Weight decay. Default: 0.
-    * `batch_size`: Samples in each step of one worker, or of all workers together with `split_batches=True`.
-      Default: 32. Use the key `raysgd.utils.BATCH_SIZE` instead to always count all workers together.
-    * `seed`: Seeds PyTorch's generators, for the initial weights, the order of the data and all later random numbers.
+    * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
+      Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
+    * `seed`: Seeds PyTorch's generators: initial weights, data order and all later random numbers.
 
     Examples:
         >>> import torch
@@ -50,11 +50,11 @@ class ClassificationOperator(SupervisedOperator):
 
     Attributes:
         model: The registered model.
-        optimizer: Its optimizer.
-        criterion: The loss.
+        optimizer: The model's optimizer.
+        criterion: The loss function.
         scheduler: The learning-rate scheduler, if `build_scheduler` returns one.
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss, a mean over the samples."""
+        """Create the loss function. It averages over the samples."""
         return torch.nn.CrossEntropyLoss()

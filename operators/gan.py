@@ -20,23 +20,24 @@ class GANOperator(TrainingOperator):
     """Trains a generative adversarial network. You provide both networks and the data.
 
     Override `build_discriminator`, `build_generator` and `build_data`. The generator maps noise of shape
-    `(num_samples, noise_dim)` to samples. The discriminator returns one score for each sample, without a sigmoid. A
-    batch is a tensor of real samples, or a sequence that begins with one (labels are ignored).
+    `(num_samples, noise_dim)` to samples. The discriminator returns one logit per sample. A batch is a tensor of real
+    samples, or a sequence whose first item is that tensor (labels are ignored).
 
     `train` reports `loss_d` and `loss_g`. `validate` reports `val_loss_d` and `val_loss_g`, which say little about
-    how good the samples are. Override `score_samples` to add metrics that do. `TorchTrainer.predict(noise)` generates a
+    sample quality. Override `score_samples` to add metrics of sample quality. `TorchTrainer.predict(noise)` generates a
     sample from each row of noise. `TorchTrainer.get_model()` returns `[discriminator, generator]`.
 
-    You can also override `build_optimizers`, `sample_noise`, `discriminator_loss`, `generator_loss` and `real_samples`,
-    each on its own. `setup` calls the `build_...` methods. If you override it, call `super().setup(config)`.
+    You can also override `build_optimizers`, `sample_noise`, `discriminator_loss`, `generator_loss` and `real_samples`
+    independently of each other. `setup` calls the `build_...` methods. If you override `setup`, call
+    `super().setup(config)`.
 
     All config keys are optional, and you can add your own:
 
-    * `noise_dim`: Numbers of noise for each sample. Default: 64.
+    * `noise_dim`: Length of the noise vector per sample. Default: 64.
     * `lr`: Learning rate of both networks. Default: 0.0002. `lr_discriminator` and `lr_generator` take precedence.
-    * `batch_size`: Samples in each step of one worker, or of all workers together with `split_batches=True`.
-      Default: 32. Use the key `raysgd.utils.BATCH_SIZE` instead to always count all workers together.
-    * `seed`: Seeds PyTorch's generators, for the initial weights, the order of the data and the noise.
+    * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
+      Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
+    * `seed`: Seeds PyTorch's generators: initial weights, data order and noise.
 
     Examples:
         >>> import torch
@@ -59,7 +60,7 @@ class GANOperator(TrainingOperator):
     Attributes:
         discriminator: The registered discriminator.
         generator: The registered generator.
-        noise_dim: Numbers of noise for each sample.
+        noise_dim: Length of the noise vector per sample.
     """
 
     discriminator: torch.nn.Module
@@ -67,25 +68,25 @@ class GANOperator(TrainingOperator):
     noise_dim: int
 
     def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Create the discriminator, which returns one score for each sample. Override this."""
+        """Create the discriminator. It must return one logit per sample. Override this."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_discriminator` to return the discriminator.")
 
     def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Create the generator, which maps noise to samples. Override this."""
+        """Create the generator. It must map noise to samples. Override this."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_generator` to return the generator.")
 
     def build_data(self, config: dict[str, Any]) -> Any:
         """Create the data. Override this.
 
         Returns:
-            `(train, validation)`. Each is a dataset, which is put into a loader, or a loader, a stream, or None.
+            `(train, validation)`. Each is a dataset, a loader, a stream, or None. Datasets are wrapped in a loader.
         """
         raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
 
     def build_optimizers(
         self, discriminator: torch.nn.Module, generator: torch.nn.Module, config: dict[str, Any]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Create the optimizers, the discriminator's first: Adam with the betas that are usual for GANs."""
+        """Create the discriminator's and the generator's optimizer: Adam with the betas commonly used for GANs."""
         lr = options.number(config, "lr", default=2e-4, positive=True)
         lr_d = options.number(config, "lr_discriminator", default=lr, positive=True)
         lr_g = options.number(config, "lr_generator", default=lr, positive=True)
@@ -98,39 +99,39 @@ class GANOperator(TrainingOperator):
         """Draw noise for the generator.
 
         Args:
-            num_samples: Number of samples to generate from it.
-            rng: Random generator to use; None, as in training, for PyTorch's global one.
+            num_samples: Number of noise vectors to draw.
+            rng: Random generator. Default: PyTorch's global generator, which training uses.
         """
         return torch.randn(num_samples, self.noise_dim, device=self.device, generator=rng)
 
     def discriminator_loss(self, real: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the discriminator. `generated` is detached from the generator."""
+        """Return the discriminator's loss. `generated` is detached from the generator's graph."""
         return self._loss(self.discriminator(real), 1.0) + self._loss(self.discriminator(generated), 0.0)
 
     def generator_loss(self, generated: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the generator: high if the discriminator recognizes its samples as generated."""
+        """Return the generator's loss: high if the discriminator recognizes the samples as generated."""
         return self._loss(self.discriminator(generated), 1.0)
 
     def score_samples(self, real: torch.Tensor, generated: torch.Tensor) -> dict[str, Any]:
-        """Return more metrics for `validate`, from a batch of generated samples. Override this to score them.
+        """Return additional metrics for `validate` from a batch of real and generated samples. Override this.
 
-        Both networks are in evaluation mode, and there are as many generated samples as real ones. Do not call
-        collectives here: ranks may have different numbers of batches.
+        Both networks are in evaluation mode, and both batches have the same size. Do not call collectives here, because
+        ranks may have different numbers of batches.
         """
         return {}
 
     def real_samples(self, batch: Any) -> torch.Tensor:
-        """Return the real samples of a batch, on the device."""
+        """Extract the real samples from a batch and move them to the device."""
         samples: torch.Tensor = batch[0] if isinstance(batch, list | tuple) else batch
         return samples.to(self.device, non_blocking=True)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build everything and register it. If you override this, call `super().setup(config)`.
+        """Build and register networks, optimizers and data. If you override this, call `super().setup(config)`.
 
         Raises:
-            ValueError: An option in the config makes no sense.
-            NotImplementedError: A `build_...` method is not overridden, but has to be.
-            TypeError: A `build_...` method returned something of the wrong kind.
+            ValueError: A config value is invalid.
+            NotImplementedError: A required `build_...` method is not overridden.
+            TypeError: A `build_...` method returned an object of the wrong type.
         """
         seed, batch_size = options.seed(config), options.batch_size(config)
         self.noise_dim = options.count(config, "noise_dim", default=64)
@@ -153,11 +154,11 @@ class GANOperator(TrainingOperator):
             ddp_args=_quiet_buffers(),
         )
         self.discriminator, self.generator = models
-        # The stock loops switch `self.model` between training and evaluation mode, so it holds both networks.
+        # The default loops call .train() and .eval() on `self.model`, so it holds both networks.
         self.model = torch.nn.ModuleList(models)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Take a step of the discriminator, then a step of the generator against the updated discriminator."""
+        """Update the discriminator, then update the generator against the new discriminator."""
         real = self.real_samples(batch)
         optimizer_d, optimizer_g = self._pair_of_optimizers
         with self.timers.record("generate"), self.autocast():
@@ -173,10 +174,10 @@ class GANOperator(TrainingOperator):
         return {"loss_d": loss_d.detach(), "loss_g": loss_g.detach(), NUM_SAMPLES: len(real)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate both losses and `score_samples` on as many generated samples as there are real ones.
+        """Compute both losses and `score_samples`, with as many generated samples as the batch has real samples.
 
-        The noise depends only on the rank and the batch. So an unchanged generator is always judged by the same
-        samples, and validation does not change the random numbers of the training.
+        The noise is seeded by rank and batch index. An unchanged generator is therefore scored on the same samples in
+        every validation, and validation does not affect training's random numbers.
         """
         real = self.real_samples(batch)
         rng = torch.Generator(self.device).manual_seed(batch_info["batch_idx"] * 2**16 + self.world_rank)
@@ -187,7 +188,7 @@ class GANOperator(TrainingOperator):
         return {"val_loss_d": loss_d, "val_loss_g": loss_g, **scores, NUM_SAMPLES: len(real)}
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Generate one sample from each row of noise. `sample_noise` draws such rows."""
+        """Generate one sample from each row of noise. Use `sample_noise` to draw the noise."""
         noise: torch.Tensor = batch[0] if isinstance(batch, list | tuple) else batch
         with self.autocast():
             return self.generator(noise.to(self.device, non_blocking=True))
@@ -197,14 +198,14 @@ class GANOperator(TrainingOperator):
         return loss
 
     def _minimize(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Step one optimizer with the methods of the base class, which handle mixed precision."""
+        """Run backward and step one optimizer. The base class's methods handle mixed precision."""
         self.backward(loss, optimizer=optimizer)
         self.optimizer_step(optimizer)
 
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Let gradients flow through a model without computing or exchanging the gradients of its parameters."""
+    """Let gradients flow through a model without computing or all-reducing the gradients of its parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -218,8 +219,8 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
 def _quiet_buffers() -> dict[str, bool]:
     """Return options that stop `DistributedDataParallel` from broadcasting buffers before each forward pass.
 
-    The discriminator runs twice before its backward pass. On some devices, the backward pass fails if the buffers of
-    batch normalization are overwritten in between. Snapshots have the buffers of rank 0 either way.
+    The discriminator runs two forward passes before its backward pass. On some devices, the backward pass fails if
+    batch-normalization buffers are overwritten in between. Snapshots contain rank 0's buffers either way.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
-"""The label that the losses of `transformers` ignore."""
+"""The label that `transformers` losses ignore."""
 
 SHIFT_LABELS = "shift_labels"
-"""Key of labels that the collator has already shifted by one token."""
+"""Batch key of labels that the collator has already shifted by one token."""
 
 POSITIONS = "position_ids"
-"""Key of each token's position in its text, in packed batches."""
+"""Batch key of each token's position within its text, in packed batches."""
 
 ADAPTER = "adapter_model.safetensors"
-"""Name of the file that PEFT writes an adapter to."""
+"""File name under which PEFT saves an adapter."""
 
 _RUNGS = {
     **dict.fromkeys(
@@ -53,36 +53,37 @@ _RUNGS = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), ""),
     **dict.fromkeys(("max_grad_norm", "fp16", "bf16", "gradient_checkpointing"), ""),
 }
-"""Names from `transformers.TrainingArguments` that are refused as config keys. One with a method is allowed if the
-operator overrides that method, which may then read it."""
+"""Names from `transformers.TrainingArguments` that are rejected as config keys. A name mapped to a method is accepted
+if the operator overrides that method, because the override may read the key."""
 
 
 class HuggingFaceOperator(SupervisedOperator):
-    """Trains a model of `transformers` with its own loss. You provide the model, the data and a collator.
+    """Trains a `transformers` model with the model's built-in loss. You provide the model, the data and a collator.
 
-    Override `build_model`, `build_data` and `build_collator`. A batch is a dict of tensors, like those of the
-    collators of `transformers`, with the targets under `labels`. If the model is a `PeftModel`, its adapter is trained.
+    Override `build_model`, `build_data` and `build_collator`. A batch is a dict of tensors, as `transformers` collators
+    return it, with the targets under `labels`. If the model is a `PeftModel`, its adapter is trained.
 
-    The loss of a token-level model is the mean over the labels that are not -100. Gradients and metrics are weighted by
-    the number of these labels. So a step is that of one process, even if workers have texts of different lengths.
+    The loss of a token-level model is the mean over the labels other than -100. Gradients and metrics are weighted by
+    the number of these labels. A step therefore equals a single-process step on the global batch, even if text lengths
+    differ between workers.
 
     `train` reports `train_loss`. `validate` reports `val_loss` and, if the labels are integers, `val_accuracy`.
 
-    You can also override `build_optimizer`, `build_scheduler`, `count_labels`, `forward`, and every method of
-    `TrainingOperator`, each on its own. `setup` calls the `build_...` methods. If you override it, call
+    You can also override `build_optimizer`, `build_scheduler`, `count_labels`, `forward`, and any method of
+    `TrainingOperator` independently of the others. `setup` calls the `build_...` methods. If you override `setup`, call
     `super().setup(config)`.
 
-    All config keys are optional, and you can add your own. Names of `transformers.TrainingArguments` that mean the same
-    as one of ours are refused.
+    All config keys are optional, and you can add your own. Names from `transformers.TrainingArguments` that have an
+    equivalent in raysgd raise a `ValueError` that names the equivalent.
 
     * `lr`: Learning rate. Default: 0.00005.
     * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
     * `weight_decay`: Weight decay. Default: 0. Vectors and biases do not decay.
-    * `scheduler`: Name of a schedule of `transformers.get_scheduler`, such as "linear". Set `num_training_steps` too,
+    * `scheduler`: Name of a schedule for `transformers.get_scheduler`, such as "linear". Set `num_training_steps` too,
       and `num_warmup_steps` if it is not 0. Needs `TorchTrainer(scheduler_step_freq="batch")`.
-    * `batch_size`: Samples in each step of one worker, or of all workers together with `split_batches=True`.
-      Default: 32. Use the key `raysgd.utils.BATCH_SIZE` instead to always count all workers together.
-    * `seed`: Seeds PyTorch's generators, for the initial weights, the order of the data and all later random numbers.
+    * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
+      Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
+    * `seed`: Seeds PyTorch's generators: initial weights, data order and all later random numbers.
 
     Examples:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -104,7 +105,7 @@ class HuggingFaceOperator(SupervisedOperator):
 
     Attributes:
         model: The registered model.
-        optimizer: Its optimizer.
+        optimizer: The model's optimizer.
         scheduler: The learning-rate scheduler, if there is one.
         ddp_args: Options for `DistributedDataParallel`. If the loss does not use all parameters of the model, set
             `{"find_unused_parameters": True}`.
@@ -114,7 +115,7 @@ class HuggingFaceOperator(SupervisedOperator):
     _default_optimizer = "adamw"
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
-        """With a frozen base and mixed precision, cast the trained parameters to fp32."""
+        """In mixed precision with a frozen base model, cast the trainable parameters to fp32."""
         parameters = [*model.parameters()]
         if self._raysgd.precision.is_mixed and not all(each.requires_grad for each in parameters):
             for each in parameters:
@@ -122,14 +123,14 @@ class HuggingFaceOperator(SupervisedOperator):
                     each.data = each.data.float()
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor] | None:
-        """Return None, because the model computes the loss. Override `forward` for another loss."""
+        """Return None, because the model computes the loss. Override `forward` to use another loss."""
         return None
 
     def _collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any]:
         return partial(_collated, self.build_collator(config) or default_collate)
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        """Create the schedule that `config["scheduler"]` names. Without the key, return None."""
+        """Create the learning-rate schedule named by `config["scheduler"]`. Return None if the key is missing."""
         if config.get("scheduler") is None:
             return None
         if self.scheduler_step_freq == "epoch":
@@ -150,11 +151,11 @@ class HuggingFaceOperator(SupervisedOperator):
         return get_scheduler(config["scheduler"], optimizer, int(num_warmup_steps), num_steps)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build everything and register it. If you override this, call `super().setup(config)`.
+        """Build and register model, optimizer and data. If you override this, call `super().setup(config)`.
 
         Raises:
-            ValueError: An option in the config makes no sense.
-            TypeError: A `build_...` method returned something of the wrong kind.
+            ValueError: A config value is invalid, or a key belongs to `transformers.TrainingArguments`.
+            TypeError: A `build_...` method returned an object of the wrong type.
         """
         for name, rung in _RUNGS.items():
             is_left_to_rung = rung and getattr(type(self), rung) is not getattr(HuggingFaceOperator, rung)
@@ -185,8 +186,8 @@ class HuggingFaceOperator(SupervisedOperator):
         """Move a batch to the device.
 
         Returns:
-            The batch, as the only input, and the labels to compare predictions with. The labels stay where the
-            collator made them, because counting them on a GPU would make the program wait for it.
+            The batch as the only input, and the labels to compare predictions with. The labels stay on the device where
+            the collator created them, because counting labels on a GPU would force a synchronization.
 
         Raises:
             TypeError: The batch is not a dict.
@@ -203,16 +204,16 @@ class HuggingFaceOperator(SupervisedOperator):
         return features, labels[..., 1:] if self._shifts_labels and labels is not None else labels
 
     def count_labels(self, target: Any) -> int | None:
-        """Return the number of labels that the loss of a batch is a mean over; None if it is a mean over samples.
+        """Return the number of labels that a batch's loss averages over, or None if it averages over samples.
 
-        The base class does not count labels of -100, and in images the label that the model's configuration says to
-        ignore. Override this for a model whose loss ignores other labels.
+        By default, labels of -100 do not count. For images, the ignored label is taken from the model's configuration.
+        Override this for a model whose loss ignores other labels.
 
         Args:
             target: The labels, as `prepare_batch` returns them.
 
         Raises:
-            ValueError: The loss is a sum.
+            ValueError: The model's loss is a sum.
         """
         if not isinstance(target, torch.Tensor) or target.is_floating_point():
             return None
@@ -225,20 +226,20 @@ class HuggingFaceOperator(SupervisedOperator):
                 )
             return None
         if target.ndim == 3:
-            if getattr(config, "num_labels", None) == 1:  # a mean over all pixels; pixels without a label count as 0
+            if getattr(config, "num_labels", None) == 1:  # the loss averages over all pixels, ignored pixels as 0
                 return None
             ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
         return int(target.ne(ignored).sum())
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return the model's output, its loss, and the number of labels that the loss is a mean over.
+        """Return the model's output, its loss, and the number of labels that the loss averages over.
 
         Raises:
             TypeError: The model returned no loss.
-            ValueError: The loss is a sum of means over several kinds of labels.
+            ValueError: The batch has several label arguments, so the loss is a sum of means over different labels.
         """
         name = type(self._original_models[0]).__name__
-        # Turn off the cache: recomputed blocks would fill it twice, and packed texts would see each other through it.
+        # Disable the KV cache. Recomputed blocks would fill it twice, and packed texts would attend to each other.
         if self._keeps_cache and (self._recomputes or POSITIONS in features[0]):
             features = ({**features[0], "use_cache": False}, *features[1:])
         labels = [each for each in self._label_names if features[0].get(each) is not None]
@@ -247,7 +248,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose numbers differ between workers. "
                 "Override `forward`: return the output, a loss that is a mean over one number, and that number."
             )
-        with _saying_texts(features, AttributeError, TypeError, ValueError):  # a lost connection raises none of these
+        with _saying_texts(features, AttributeError, TypeError, ValueError):  # connection errors are of other types
             output = call(self.model, features)
         loss = own_loss(output)
         if loss is None:
@@ -258,7 +259,7 @@ class HuggingFaceOperator(SupervisedOperator):
         return output, loss, self.count_labels(target)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Returns `val_loss`, and `val_accuracy` if the labels are classes."""
+        """Evaluate one batch. Return `val_loss`, and `val_accuracy` if the labels are class indices."""
         output, target, metrics = self.evaluate_batch(batch)
         share = _accuracy(output, target) if BATCH_WEIGHT in metrics else None
         shares = {} if share is None else {"val_accuracy": share}
@@ -266,15 +267,15 @@ class HuggingFaceOperator(SupervisedOperator):
 
     @staticmethod
     def save_pretrained(trainer: TorchTrainer, folder: str | Path, *parts: Any) -> Path:
-        """Write the model of a trainer to a folder, for `from_pretrained`. If it is a `PeftModel`, write the adapter.
+        """Save the trainer's model to a folder for `from_pretrained`. For a `PeftModel`, save the adapter only.
 
         Args:
             trainer: A trainer of a `HuggingFaceOperator`.
-            folder: Folder on the machine of this program. It is created if necessary.
-            parts: Other objects to write there with their `save_pretrained`, such as the tokenizer.
+            folder: Folder on the driver's machine. It is created if necessary.
+            parts: Other objects to save there with their `save_pretrained` method, such as the tokenizer.
 
         Returns:
-            The folder.
+            The path of the folder.
         """
         path = Path(folder)
         adapter = next((each for each in trainer.apply_all_operators(_adapter_files) if each), None)
@@ -288,14 +289,14 @@ class HuggingFaceOperator(SupervisedOperator):
 
     @staticmethod
     def load_pretrained(trainer: TorchTrainer, folder: str | Path) -> None:
-        """Load an adapter into all workers. It was written by `save_pretrained`, of this operator or of PEFT.
+        """Load an adapter into all workers. The adapter was saved by this class's or PEFT's `save_pretrained`.
 
         Args:
             trainer: A trainer of a `HuggingFaceOperator` with a `PeftModel`.
-            folder: Folder of the adapter, on the machine of this program.
+            folder: The adapter's folder on the driver's machine.
 
         Raises:
-            FileNotFoundError: The folder has no adapter.
+            FileNotFoundError: The folder does not contain an adapter.
             ValueError: The adapter does not fit the model.
         """
         from safetensors.torch import load_file
@@ -303,7 +304,7 @@ class HuggingFaceOperator(SupervisedOperator):
         trainer.apply_all_operators(partial(_load_adapter, weights=load_file(Path(folder, ADAPTER))))
 
     def _parameters(self, model: torch.nn.Module) -> list[dict[str, Any]]:
-        """Return the trained parameters in two groups, with and without weight decay."""
+        """Return the trainable parameters in two groups, with and without weight decay."""
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         if not trained:
             raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")
@@ -317,7 +318,7 @@ def _says_who_makes_it(operator_cls: type) -> bool:
 
 
 def _adapter_files(operator: HuggingFaceOperator) -> dict[str, bytes] | None:
-    """Return the files of the adapter on rank 0. Return None on other ranks, and if there is no whole `PeftModel`."""
+    """Return the adapter's files on rank 0. Return None on other ranks, or without an unsharded `PeftModel`."""
     model: Any = operator._raysgd.registered.original_models[0]
     if operator.world_rank or operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
         return None
@@ -362,7 +363,7 @@ def _collated(collator: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
 
 @contextmanager
 def _saying_texts(parts: Sequence[Any], *errors: type[Exception]) -> Iterator[None]:
-    """If the block fails and the samples contain text, say so: most collators and models refuse text."""
+    """If the block fails and the samples contain strings, raise an error that says so and how to encode them."""
     try:
         yield
     except errors as error:
@@ -384,8 +385,8 @@ def _is_text(value: Any) -> bool:
 def _shifts_labels(model: Any) -> bool:
     """Return True if the loss compares the prediction at each token with the label of the next token.
 
-    The name of the model's class does not tell: some language models use the shifted loss of `transformers`, others
-    compute their own, from labels that are not shifted.
+    The class name is not enough to decide: some language models use `transformers`' shifted loss, others compute their
+    own loss from unshifted labels.
     """
     own = [vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each)]
     forwards = [inspect.unwrap(each) for each in own]
@@ -398,7 +399,7 @@ def _shifts_labels(model: Any) -> bool:
 
 
 def _accuracy(logits: Any, target: torch.Tensor) -> torch.Tensor | None:
-    """Return the share of labels that have the highest score; None for images, and without scores of classes."""
+    """Return the fraction of labels with the highest logit. Return None for images, or without one logit per class."""
     is_scores = isinstance(logits, torch.Tensor) and logits.ndim == target.ndim + 1 and logits.shape[-1] > 1
     if not is_scores or target.ndim > 2:
         return None

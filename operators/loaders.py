@@ -1,4 +1,4 @@
-"""Makes data loaders and seeds PyTorch. All ready-made operators set up with these functions."""
+"""Creates data loaders and seeds PyTorch. All ready-made operators use these functions in `setup`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Collator = Callable[[list[Any]], Any]
 
 
 def make_loaders(data: Any, batch_size: int, collator: Collator | None = None) -> tuple[Any, Any]:
-    """Return a train and a validation loader; None for missing data.
+    """Return a training and a validation loader, or None in place of missing data.
 
-    A dataset is put into a `DataLoader`, which shuffles train data. Loaders, streams and other iterables are returned
-    unchanged. The samples are not divided among workers here; `register_data` does that.
+    Datasets are wrapped in a `DataLoader`, which shuffles training data unless the dataset is iterable-style. Loaders,
+    streams and other iterables are returned unchanged. This function does not shard the samples; `register_data` does.
 
     Args:
-        data: `(train, validation)`, or only the train data.
-        batch_size: Samples in a batch of one worker.
-        collator: Function that makes a batch of samples; None for PyTorch's.
+        data: `(train, validation)`, or only the training data.
+        batch_size: Samples per batch and worker.
+        collator: Function that collates samples into a batch. Default: PyTorch's `default_collate`.
 
     Raises:
-        TypeError: `data` is something else.
+        TypeError: `data` has another type or length.
 
     Examples:
         >>> train, validation = make_loaders((range(10), range(4)), batch_size=2)
@@ -59,7 +59,7 @@ def _pair(data: Any) -> tuple[Any, Any]:
 
 def _loader(data: Any, options: dict[str, Any], *, shuffle: bool) -> Any:
     if isinstance(data, IterableDataset):
-        return DataLoader(data, **options)  # an iterable dataset has its own order
+        return DataLoader(data, **options)  # PyTorch does not allow `shuffle` for an iterable dataset
     if data is None or isinstance(data, DataLoader) or not _is_indexed(data):
         return data
     return DataLoader(data, shuffle=shuffle, **options)
@@ -76,10 +76,10 @@ def _is_indexed(value: Any) -> bool:
 
 @contextmanager
 def seeded(seed: int | None, rank: int) -> Iterator[None]:
-    """Seed PyTorch before the block and again after it. With `seed=None`, do nothing.
+    """Seed PyTorch before and after the block. With `seed=None`, do nothing.
 
-    All ranks run the block, which sets up the operator, with the same seed, because they must agree on the order of the
-    data. Afterwards each rank has a seed of its own for training, so that dropout and noise differ between ranks.
+    The block sets up the operator. All ranks run it with the same seed, because they must agree on the data order.
+    Afterwards, each rank is seeded differently for training, so that dropout and noise differ between ranks.
     """
     if seed is not None:
         torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Reads the options of the ready-made operators from a config, and refuses values that make no sense.
+"""Reads the ready-made operators' options from a config and rejects invalid values.
 
-Otherwise a wrong value would fail far from where you wrote it, or not at all: a learning rate that is a string breaks
-inside an optimizer.
+Without these checks, an invalid value would fail far from its cause or not at all. For example, a learning rate given
+as a string would fail inside an optimizer.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _LARGEST_SEED = 2**63 - 1
 
 
 def number(config: Mapping[str, Any], key: str, default: float, *, positive: bool) -> float:
-    """Return a finite number that is positive, or at least not negative.
+    """Return an option that is a finite, non-negative number.
 
     Args:
         config: The operator's config.
-        key: Key of the option.
-        default: Value if the config does not have the key.
-        positive: True to refuse zero too.
+        key: The option's key.
+        default: Value to return if the key is missing.
+        positive: Whether to reject zero, too.
 
     Raises:
-        ValueError: The value is not such a number.
+        ValueError: The value is not a finite number, is negative, or is zero with `positive=True`.
 
     Examples:
         >>> number({"lr": 0.1}, "lr", default=0.001, positive=True)
@@ -42,10 +42,10 @@ def number(config: Mapping[str, Any], key: str, default: float, *, positive: boo
 
 
 def count(config: Mapping[str, Any], key: str, default: int) -> int:
-    """Return an integer of at least 1.
+    """Return an option that is a positive integer.
 
     Raises:
-        ValueError: The value is not such an integer.
+        ValueError: The value is not a positive integer.
 
     Examples:
         >>> count({}, "noise_dim", default=64)
@@ -60,13 +60,14 @@ def count(config: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def batch_size(config: Mapping[str, Any]) -> int:
-    """Return the batch size for the loaders that a worker makes.
+    """Return the batch size for the loaders that a worker creates.
 
-    The key `raysgd.utils.BATCH_SIZE` counts all workers together; the library has already divided it. The key
-    `"batch_size"` counts one worker. With `split_batches=True`, both count all workers, and the loader is divided.
+    By default, the key `raysgd.utils.BATCH_SIZE` is global, and the library has already divided it by the number of
+    workers. The key `"batch_size"` is per worker. With `split_batches=True`, both keys are global, and `register_data`
+    splits the loader's batches among the workers.
 
     Raises:
-        ValueError: The value is not an integer of at least 1, or the config has both keys.
+        ValueError: The value is not a positive integer, or the config has both keys.
 
     Examples:
         >>> batch_size({"batch_size": 64}), batch_size({})
@@ -78,10 +79,10 @@ def batch_size(config: Mapping[str, Any]) -> int:
 
 
 def seed(config: Mapping[str, Any]) -> int | None:
-    """Return the seed for PyTorch's generators; None to not seed them.
+    """Return the seed for PyTorch's generators, or None to leave them unseeded.
 
     Raises:
-        ValueError: The value is not an integer that can be a seed.
+        ValueError: The value is not an integer from 0 to 2**63 - 1.
 
     Examples:
         >>> seed({"seed": 3}), seed({})
@@ -96,5 +97,5 @@ def seed(config: Mapping[str, Any]) -> int | None:
 
 
 def _is_integer(value: Any) -> bool:
-    # To Python, True and False are integers, but as an option they are always a mistake.
+    # In Python, True and False are integers, but as an option value they are always a mistake.
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -1,8 +1,8 @@
-"""Packing puts several short texts into one row of tokens, so that batches contain hardly any padding.
+"""Sequence packing: puts several short texts into one row of tokens, so that batches contain hardly any padding.
 
-Each pack is one sample. Texts are packed before the samples are divided, so any number of workers trains on the same
-packs. A step is weighted by its labels. Position ids start again at 0 with each text. From these, the models of
-`transformers` see where a text ends, and no text attends to another one.
+Each pack is one sample. Texts are packed before the samples are sharded, so the packs do not depend on the number of
+workers. Each step is weighted by its number of labels. Position ids restart at 0 for each text. `transformers` models
+detect text boundaries from the position ids and prevent attention across them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from typing import Any
 import torch
 
 IGNORED = -100
-"""The label that the losses of `transformers` ignore."""
+"""The label that `transformers` losses ignore."""
 
 
 def pack(samples: Iterable[Mapping[str, Any]], num_tokens: int) -> list[dict[str, list[int]]]:
-    """Join texts into packs of at most `num_tokens` tokens. No text is cut.
+    """Join texts into packs of at most `num_tokens` tokens. Texts are never truncated.
 
-    The result depends only on the lengths of the texts, so all workers make the same packs. Longer texts are placed
-    first, each into the fullest pack that still has room for it.
+    The packing depends only on text lengths, so all workers create the same packs. Texts are placed from longest to
+    shortest, each into the fullest pack that still has space for it (best-fit decreasing).
 
     Args:
-        samples: Texts as tokenizers return them, with `input_ids`. `labels` is optional, by default the `input_ids`.
-        num_tokens: Maximum number of tokens in a pack.
+        samples: Tokenized texts, as tokenizers return them, with `input_ids` and optional `labels`. Default for
+            `labels`: the `input_ids`.
+        num_tokens: Maximum number of tokens per pack.
 
     Returns:
         Packs with `input_ids`, `labels` and `position_ids`, for a loader with `collate_packs`.
 
     Raises:
-        ValueError: A text is empty or longer than a pack, or the number of its labels differs from that of its tokens.
+        ValueError: A text is empty or longer than a pack, or its numbers of labels and tokens differ.
 
     Examples:
         >>> texts = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3, 4]}]
@@ -44,7 +45,7 @@ def pack(samples: Iterable[Mapping[str, Any]], num_tokens: int) -> list[dict[str
         raise ValueError(f"`num_tokens={num_tokens!r}`: need an integer of at least 1.")
     texts = [_checked(number, sample, num_tokens) for number, sample in enumerate(samples)]
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # the free room and the index of each pack, least room first
+    rooms: list[tuple[int, int]] = []  # free tokens and index of each pack, fullest pack first
     for number in sorted(range(len(texts)), key=lambda each: (-len(texts[each][0]), each)):
         length = len(texts[number][0])
         place = bisect_left(rooms, (length, -1))
@@ -76,7 +77,7 @@ def _as_list(values: Any) -> list[int]:
 
 
 def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
-    """Return a pack of texts. The first token of each has no label, because the text before it must not predict it."""
+    """Join texts into a pack. The first token of a text has no label, because the text before must not predict it."""
     return {
         "input_ids": [token for tokens, _ in texts for token in tokens],
         "labels": [label for _, labels in texts for label in (IGNORED, *labels[1:])],
@@ -85,7 +86,7 @@ def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]
 
 
 def collate_packs(packs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Make a batch with a row for each pack. Shorter rows are padded; the padding has no labels, and no text sees it.
+    """Collate packs into a batch with one row per pack. Padding has no labels, and no text attends to it.
 
     Examples:
         >>> batch = collate_packs(pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], num_tokens=3))

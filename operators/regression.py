@@ -1,4 +1,4 @@
-"""`RegressionOperator`: trains a model that predicts numbers."""
+"""`RegressionOperator`: trains a model that predicts continuous values."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from raysgd.torch.data.batches import call, prediction
 class RegressionOperator(MeasuredOperator):
     """Trains a model with the mean squared error. You provide the model and the data.
 
-    Override `build_model` and `build_data`. A sample is `(input, target)`. The model returns predictions in the shape
-    of the targets. One more dimension of size 1 is allowed, and is removed.
+    Override `build_model` and `build_data`. A sample is `(input, target)`. The model returns predictions with the same
+    shape as the targets. A trailing dimension of size 1 is squeezed.
 
-    `train` reports `train_loss`. `validate` reports `val_loss`, `val_mae` (mean absolute error) and `val_r2` (share of
-    the variance that is explained). The values are those that one process would compute from the samples of all
-    workers. The operator needs the extra `metrics`.
+    `train` reports `train_loss`. `validate` reports `val_loss`, `val_mae` (mean absolute error) and `val_r2` (fraction
+    of variance explained). The values equal those that a single process would compute from the samples of all workers.
+    The operator needs the extra `metrics`.
 
-    You can also override `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`, and every method of
-    `TrainingOperator`, each on its own. `setup` calls the `build_...` methods. If you override it, call
+    You can also override `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`, and any method of
+    `TrainingOperator` independently of the others. `setup` calls the `build_...` methods. If you override `setup`, call
     `super().setup(config)`.
 
-    The config keys are those of `ClassificationOperator`.
+    The config keys are the same as for `ClassificationOperator`.
 
     Examples:
         >>> import torch
@@ -49,11 +49,11 @@ class RegressionOperator(MeasuredOperator):
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss, a mean over the samples."""
+        """Create the loss function. It averages over the samples."""
         return torch.nn.MSELoss()
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the validation metrics: a torchmetrics metric for each name."""
+        """Create the validation metrics. Return a torchmetrics metric per name."""
         torchmetrics = require("torchmetrics", extra="metrics", purpose=f"`{type(self).__name__}.build_metrics`")
         return {
             "val_mae": torchmetrics.MeanAbsoluteError().set_dtype(torch.float64),
@@ -61,11 +61,11 @@ class RegressionOperator(MeasuredOperator):
         }
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return predictions and targets in float64, because the metrics subtract sums of squares."""
+        """Convert predictions and targets to float64, because the metrics subtract sums of squares."""
         return output.double(), target.double()
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return predictions in the shape of the targets, and the loss.
+        """Return the predictions, squeezed to the targets' shape if necessary, and the loss.
 
         Raises:
             ValueError: The shapes differ.

@@ -15,24 +15,24 @@ from raysgd.torch.objects.criteria import counts_labels
 
 
 class SegmentationOperator(MeasuredOperator):
-    """Trains a model with the cross-entropy of each pixel. You provide the model and the data.
+    """Trains a model with per-pixel cross-entropy. You provide the model and the data.
 
-    Override `build_model` and `build_data`. A sample is `(image, class index of each pixel)`. The model returns scores
-    of shape `(samples, classes, height, width)`, without a softmax.
+    Override `build_model` and `build_data`. A sample is `(image, class index of each pixel)`. The model returns logits
+    of shape `(samples, classes, height, width)`.
 
-    `train` reports `train_loss`. `validate` reports `val_loss`, `val_iou` (intersection over union for each class) and
-    `val_miou` (the mean over the classes that occur). Pixels are counted over all batches and workers first, so the
-    values do not depend on which worker has which images. The operator needs the extra `metrics`.
+    `train` reports `train_loss`. `validate` reports `val_loss`, `val_iou` (intersection over union per class) and
+    `val_miou` (the mean over the classes that occur). The metrics are computed from pixel counts summed over all
+    batches and workers, so they do not depend on how the images are sharded. The operator needs the extra `metrics`.
 
-    You can also override `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`, and every method of
-    `TrainingOperator`, each on its own. `setup` calls the `build_...` methods. If you override it, call
+    You can also override `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`, and any method of
+    `TrainingOperator` independently of the others. `setup` calls the `build_...` methods. If you override `setup`, call
     `super().setup(config)`.
 
-    The config keys are those of `ClassificationOperator`, and:
+    The config keys are the same as for `ClassificationOperator`, plus:
 
     * `num_classes`: Number of classes. Default: 2.
-    * `ignore_index`: Class of the pixels to ignore. Loss and gradients are then means over all other pixels, even if
-      some workers have more of these than others.
+    * `ignore_index`: Class index of pixels to ignore. The loss and the gradients are means over the remaining pixels
+      of all workers, even if their number differs between workers.
 
     Examples:
         >>> import torch
@@ -55,12 +55,12 @@ class SegmentationOperator(MeasuredOperator):
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss, a mean over the pixels that are not ignored."""
+        """Create the loss function. It averages over the pixels that are not ignored."""
         ignored = _ignored(config)
         return torch.nn.CrossEntropyLoss() if ignored is None else torch.nn.CrossEntropyLoss(ignore_index=ignored)
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the validation metrics: a torchmetrics metric for each name."""
+        """Create the validation metrics. Return a torchmetrics metric per name."""
         torchmetrics = require("torchmetrics", extra="metrics", purpose=f"`{type(self).__name__}.build_metrics`")
         num_classes = options.count(config, "num_classes", default=2)
         of = {"task": "multiclass", "num_classes": num_classes, "ignore_index": _ignored(config)}
@@ -70,10 +70,10 @@ class SegmentationOperator(MeasuredOperator):
         }
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
-        """Return the scores, the loss, and the number of pixels that the loss is a mean over.
+        """Return the logits, the loss, and the number of pixels that the loss averages over.
 
-        The number is None if no pixels are ignored. It is also None for PyTorch's own losses: for these, the training
-        step finds the number itself, with the weights of the classes.
+        The number is None if no pixels are ignored. It is also None for PyTorch's own loss functions, because the
+        training step computes it for them, including class weights.
         """
         scores, ignored = prediction(call(self.model, features)), _ignored(self.config)
         is_counted = ignored is None or counts_labels(self.criterion)
@@ -81,12 +81,12 @@ class SegmentationOperator(MeasuredOperator):
         return scores, loss, None if is_counted else target.ne(ignored).sum()
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the class with the highest score at each pixel, and the true one."""
+        """Return the predicted and the true class of each pixel."""
         return output.argmax(dim=1), target
 
 
 def _ignored(config: Mapping[str, Any]) -> int | None:
-    """Return the class of the pixels to ignore; None if all count."""
+    """Return the class index of pixels to ignore, or None if no pixels are ignored."""
     value = config.get("ignore_index")
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value

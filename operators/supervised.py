@@ -1,4 +1,4 @@
-"""The base classes of the ready-made operators that train one model."""
+"""Base classes of the ready-made operators that train one model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class SupervisedOperator(TrainingOperator):
-    """Trains one model with one loss. Subclass one of the operators that are based on it, not this class.
+    """Trains one model with one loss. Subclass a concrete operator, such as `ClassificationOperator`, not this class.
 
-    `setup` calls the `build_...` methods below. `build_model` and `build_data` must be overridden.
+    `setup` calls the `build_...` methods below. Subclasses must override `build_model` and `build_data`.
 
     Attributes:
         model: The registered model.
-        optimizer: Its optimizer.
-        criterion: The loss, if the model does not compute it.
+        optimizer: The model's optimizer.
+        criterion: The loss function, unless the model computes the loss.
         scheduler: The learning-rate scheduler, if `build_scheduler` returns one.
         ddp_args: Options for `DistributedDataParallel`.
     """
@@ -53,16 +53,16 @@ class SupervisedOperator(TrainingOperator):
         """Create the data. Override this.
 
         Returns:
-            `(train, validation)`. Each is a dataset, which is put into a loader, or a loader, a stream, or None.
+            `(train, validation)`. Each is a dataset, a loader, a stream, or None. Datasets are wrapped in a loader.
         """
         raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
 
     def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
-        """Create the function that makes a batch of samples; None for PyTorch's. Not used if you return loaders."""
+        """Return a function that collates samples into a batch. Default: PyTorch's. Your own loaders do not use it."""
         return None
 
     def build_optimizer(self, model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
-        """Create the optimizer that the config names."""
+        """Create the optimizer from `optimizer`, `lr` and `weight_decay` in the config."""
         if "learning_rate" in config and "lr" not in config:
             ours = instead_of("learning_rate", CONFIG)
             logger.warning(
@@ -74,19 +74,19 @@ class SupervisedOperator(TrainingOperator):
         return make(self._parameters(model), lr=lr, weight_decay=weight_decay)
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor] | None:
-        """Create the loss, a mean over the samples. Return None if the model computes it."""
+        """Create a loss function that averages over the samples. Return None if the model computes the loss."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_criterion` to return the loss.")
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        """Create a learning-rate scheduler, or return None. The trainer needs a `scheduler_step_freq`."""
+        """Create a learning-rate scheduler, or return None. A scheduler needs the trainer's `scheduler_step_freq`."""
         return None
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build everything and register it. If you override this, call `super().setup(config)`.
+        """Build and register model, optimizer and data. If you override this, call `super().setup(config)`.
 
         Raises:
-            ValueError: An option in the config makes no sense.
-            TypeError: A `build_...` method returned something of the wrong kind.
+            ValueError: A config value is invalid.
+            TypeError: A `build_...` method returned an object of the wrong type.
         """
         seed, batch_size = options.seed(config), options.batch_size(config)
         with seeded(seed, self.world_rank):
@@ -95,14 +95,14 @@ class SupervisedOperator(TrainingOperator):
             self.register_data(train_loader=loaders[0], validation_loader=loaders[1])
 
     def _collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
-        """Return the `collate_fn` of the loaders that `setup` makes."""
+        """Return the `collate_fn` for the loaders that `setup` creates."""
         return self.build_collator(config)
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
-        """Change the model before its optimizer is created."""
+        """Modify the model before its optimizer is created."""
 
     def _parameters(self, model: torch.nn.Module) -> Any:
-        """Return the parameters for the optimizer."""
+        """Return the parameters to optimize."""
         return model.parameters()
 
     def _register_parts(self, config: dict[str, Any]) -> None:
@@ -127,29 +127,29 @@ class SupervisedOperator(TrainingOperator):
 
 
 class MeasuredOperator(SupervisedOperator):
-    """Evaluates with metrics of torchmetrics. Workers merge the states of metrics, not their values."""
+    """Evaluates with torchmetrics metrics. Workers merge the metrics' states, not their values."""
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the validation metrics: a torchmetrics metric for each name. Override this for other metrics."""
+        """Create the validation metrics. Return a torchmetrics metric per name. Override this for other metrics."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_metrics` to return metrics.")
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the arguments of `metric.update`, from the output and the target of a batch."""
+        """Convert a batch's output and target into the arguments of `metric.update`."""
         return output, target
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build everything and register it. If you override this, call `super().setup(config)`."""
+        """Build and register model, optimizer, data and metrics. If you override this, call `super().setup(config)`."""
         super().setup(config)
         self.metrics = {name: metric.to(self.device) for name, metric in self.build_metrics(config).items()}
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluate on all batches. Resets the metrics first, in case an earlier validation was interrupted."""
+        """Evaluate on all batches. Reset the metrics first, in case an earlier validation was interrupted."""
         for metric in self.metrics.values():
             metric.reset()
         return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Returns `val_loss` of this batch, and the metrics of all batches up to this one."""
+        """Evaluate one batch. Return the batch's `val_loss`, and the metrics, which accumulate over batches."""
         output, target, metrics = self.evaluate_batch(batch)
         measured = self.measured(output, target)
         for metric in self.metrics.values():

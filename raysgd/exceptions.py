@@ -167,11 +167,11 @@ class CallbackError(RaySGDError, RuntimeError):
 
 
 class Preempted(SystemExit):  # it is no error
-    """A signal has told the program to end: `fit` has left the run at a step, and saved it. The status is 128 + signal.
+    """A signal has told the program to end: the run has ended at a step, which is saved. The status is 128 + signal.
 
     Attributes:
         signal: The number of the signal.
-        checkpoint: Where the state is saved; None where no callback of the run saves, or where that has failed.
+        checkpoint: Where the state is saved; None where no callback or function saves, or where that has failed.
     """
 
     def __init__(self, signal: int, checkpoint: str | None = None) -> None:

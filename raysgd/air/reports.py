@@ -40,8 +40,8 @@ class PreemptionInfo:
     """Nodes with workers that are about to be taken away.
 
     Attributes:
-        deadline_ms: The earliest time at which one is taken away, in milliseconds of Unix time; None if Ray does not
-            know it.
+        deadline_ms: The earliest time at which one is taken away, or at which the run ends, in milliseconds of Unix
+            time; None if Ray does not know it.
         preempted_node_to_ranks: The ranks on each of them, by node id.
     """
 

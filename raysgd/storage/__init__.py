@@ -1,17 +1,17 @@
-"""Folders anywhere: on disk, or in a store such as S3, Google Cloud Storage or Azure.
+"""Folders on disk, or in a store such as S3, Google Cloud Storage or Azure.
 
-A `Folder` promises, wherever it is:
+Wherever it is, a `Folder` guarantees:
 
-* A file is complete or does not exist. If a writer is killed, the earlier file stays.
-* What several processes `upload` into `folder.staged(name)` becomes `name` when one of them calls
-  `folder.commit(name)`. `folder.committed()` lists only committed folders, so what a killed process left half-written
-  is never mistaken for a result. `folder.discard_staged(prefix)` deletes it.
-* Temporary failures of a store are retried, with growing pauses. After 60 s, or `RAYSGD_STORAGE_TIMEOUT_S` seconds, a
-  `StorageError` names the place and the cause.
+* Files are written atomically. If a writer is killed, the previous file remains.
+* Several processes can `upload` files into `folder.staged(name)`. They become the folder `name` when one process calls
+  `folder.commit(name)`. `folder.committed()` lists only committed folders, so the incomplete output of a killed process
+  is never mistaken for a result. `folder.discard_staged(prefix)` deletes such output.
+* Temporary failures of a store are retried with exponential backoff. After 60 s, or `RAYSGD_STORAGE_TIMEOUT_S` seconds,
+  a `StorageError` reports the location and the cause.
 
-A disk needs no package. A store needs the extra `storage`.
+Folders on disk need no package. Folders in a store need the extra `storage`.
 
-ADR 68 explains how a folder is committed in a store that cannot rename, and which process writes what.
+ADR 68 explains how a folder is committed in a store that cannot rename, and which process writes which files.
 """
 
 from raysgd.exceptions import StorageError as StorageError

@@ -1,4 +1,4 @@
-"""Finds the file system of a URI: one of PyArrow or of fsspec."""
+"""Finds the file system for a URI, from PyArrow or fsspec."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _AZURE = ("abfs", "abfss", "az")
 _IN_BUCKETS = ("s3", "gs", "gcs", *_AZURE)
 _NAMED = ", ".join(f"`{scheme}`" for scheme in sorted({*_NATIVE, *_AZURE}))
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
-_IS_FOLDER = {"hdi_isfolder": "true"}  # how Azure and its tools mark an empty folder
-_RETRIES_OF_GCS = "retry_limit_seconds"  # without it, a failing operation would take up to 15 minutes
-_TRIES_OF_S3 = 3  # for each request, before we retry the whole operation
-_SILENCE_S = 3.0  # after which S3 gives up a request
+_IS_FOLDER = {"hdi_isfolder": "true"}  # metadata with which Azure and its tools mark an empty folder
+_RETRIES_OF_GCS = "retry_limit_seconds"  # without this option, a failing operation would take up to 15 minutes
+_TRIES_OF_S3 = 3  # attempts per request before raysgd retries the whole operation
+_SILENCE_S = 3.0  # time without an answer after which S3's client gives up a request
 _SWITCHES = {"true": True, "false": False}
 _PURPOSE = "storage other than a local disk"
 
 
 def is_whole_at_close(filesystem: Any) -> bool:
-    """Return True if a file becomes visible only when it is closed."""
+    """Return True if a file in this file system becomes visible only when it is closed."""
     return _kind(filesystem) in _WHOLE_AT_CLOSE
 
 
 def make_folder(filesystem: Any, path: str) -> None:
-    """Make a folder and its parents."""
+    """Create a folder and its parents."""
     filesystem.create_dir(path, recursive=True)
     azure = getattr(getattr(filesystem, "handler", None), "fs", None) if _kind(filesystem) == "abfs" else None
     if azure is not None and not azure.exists(path):
@@ -37,7 +37,7 @@ def make_folder(filesystem: Any, path: str) -> None:
 
 
 def lists_folders(filesystem: Any) -> bool:
-    """Return True if the file system can list just one level, including its folders."""
+    """Return True if the file system can list a single level, including subfolders."""
     return _kind(filesystem) not in ("gcs", "abfs")
 
 
@@ -47,10 +47,10 @@ def _kind(filesystem: Any) -> str:
 
 
 def check(argument: str, uri: str) -> None:
-    """Check that there is a file system for a URI. Connects to nothing.
+    """Check that a file system exists for a URI, without connecting to it.
 
     Raises:
-        ValueError: The scheme is unknown, or the bucket is missing.
+        ValueError: The scheme is unknown, the bucket is missing, or an Azure URI has a key or options.
         ModuleNotFoundError: A package is missing.
     """
     require("pyarrow.fs", "storage", _PURPOSE)
@@ -87,14 +87,15 @@ def _check_known(argument: str, uri: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
-    """Return the `pyarrow.fs.FileSystem` of a URI and the path in it. Cached, to reuse connections.
+    """Return the `pyarrow.fs.FileSystem` for a URI and the path in it. Results are cached to reuse connections.
 
     Args:
         uri: The URI.
-        limit_s: How soon an operation should fail if nothing answers, if the file system has such a setting.
+        limit_s: Seconds after which an operation should fail if nothing answers. Used if the file system has such a
+            setting.
 
     Raises:
-        Exception: The file system cannot be made.
+        Exception: The file system cannot be created.
     """
     return _native(uri, limit_s) if scheme_of(uri) in _NATIVE else _of_fsspec(uri)
 
@@ -110,14 +111,14 @@ def _native(uri: str, limit_s: float) -> tuple[Any, str]:
 
 
 def _encoded(store: str) -> str:
-    """Return the store part of a URI as PyArrow reads it: the scheme in lower case, keys with slashes quoted."""
+    """Encode the store part of a URI as PyArrow expects it: lower-case scheme, percent-encoded credentials."""
     scheme, _, rest = store.partition("://")
     user, at, bucket = rest.rpartition("@")
     return f"{scheme.lower()}://{quote(unquote(user), safe=':')}{at}{bucket}"
 
 
 def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
-    """Return the same S3 file system with fewer retries. PyArrow's default for a URI would try for up to 100 s."""
+    """Return the same S3 file system with fewer retries. By default, PyArrow would retry for up to 100 s."""
     fs = require("pyarrow.fs", "storage", _PURPOSE)
     options: dict[str, Any] = {"region": filesystem.region, **dict(parse_qsl(query.removeprefix("?")))}
     user, _, key = store.partition("://")[2].rpartition("@")[0].partition(":")
@@ -131,12 +132,12 @@ def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
 
 
 def _of_fsspec(uri: str) -> tuple[Any, str]:
-    options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes also write there
+    options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes may write there, too
     filesystem, path = require("fsspec.core", "storage", _PURPOSE).url_to_fs(uri, **options)
     return wrapped(filesystem), path.rstrip("/")
 
 
 def wrapped(filesystem: Any) -> Any:
-    """Return a file system of fsspec as one of PyArrow."""
+    """Wrap an fsspec file system as a PyArrow file system."""
     fs = require("pyarrow.fs", "storage", _PURPOSE)
     return fs.PyFileSystem(fs.FSSpecHandler(filesystem))

@@ -1,4 +1,4 @@
-"""Folders on disk. A rename commits a folder."""
+"""Folders on disk. A folder is committed by renaming it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LocalFolder(Folder):
     """A folder on disk.
 
     Attributes:
-        local_path: Its absolute path.
+        local_path: Absolute path of the folder.
     """
 
     is_local = True
@@ -73,7 +73,7 @@ class LocalFolder(Folder):
             return sorted(entry.name for entry in self._entries() if not _is_hidden(entry.name))
 
     def delete(self) -> None:
-        """Delete the folder. Rename it first, so that no one sees half of it."""
+        """Delete the folder. Rename it first, so that no process sees a partially deleted folder."""
         doomed = self._local_path.with_name(f"{_STAGED}{self.name}.deleted-{secrets.token_hex(4)}")
         with _telling(f"delete `{self}`"), contextlib.suppress(FileNotFoundError):
             os.rename(self._local_path, doomed)
@@ -146,7 +146,7 @@ class LocalFolder(Folder):
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder. If it is a link, delete only the link."""
+    """Delete a folder. If it is a symbolic link, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -158,11 +158,11 @@ def _is_hidden(name: str) -> bool:
 
 
 def _rename_to_new(source: Path, target: Path) -> None:
-    """Rename a folder to a new name.
+    """Rename a folder. Do not replace an existing folder.
 
     Raises:
-        FileExistsError: The name is taken.
-        FileNotFoundError: There is no such folder.
+        FileExistsError: `target` exists.
+        FileNotFoundError: `source` does not exist.
     """
     if target.exists():
         raise FileExistsError(errno.EEXIST, "there is a folder of this name already", str(target))
@@ -171,7 +171,7 @@ def _rename_to_new(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _telling(doing: str) -> Iterator[None]:
-    """Add to errors of the disk what was being done."""
+    """Convert disk errors in the block to a `StorageError` that says what was being done."""
     try:
         yield
     except (FileNotFoundError, StorageError):

@@ -1,4 +1,4 @@
-"""Retries operations of a store as long as that may help."""
+"""Retries store operations that fail with temporary errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _LASTING_NUMBERS = {
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return True if a failure may be temporary. Decides by its class, because stores word their messages differently.
+    """Return True if a failure may be temporary. The exception's class decides, because stores' messages differ.
 
     >>> may_pass(ConnectionResetError()), may_pass(PermissionError())
     (True, False)
@@ -67,24 +67,24 @@ def retried(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Return what `attempt()` returns. Retry it while its failures may be temporary.
+    """Call `attempt` and return its result. Retry with backoff while failures may be temporary.
 
     Args:
-        attempt: What to try.
-        doing: What it does, for the log.
-        total_s: No attempt starts later than this, counted from the first one.
+        attempt: Performs the operation.
+        doing: Description of the operation for the log, such as "read `s3://bucket/file`".
+        total_s: Time limit in seconds after the first attempt. No attempt starts later.
         clock: Returns the time in seconds.
-        sleep: Waits for some seconds.
+        sleep: Sleeps for a number of seconds.
 
     Raises:
         Exception: The error of the last attempt.
     """
     deadline, longest_s = clock() + total_s, _FIRST_PAUSE_S
     while True:
-        pause_s = longest_s * random.uniform(0.75, 1.0)  # random, so that many workers do not retry at the same time
+        pause_s = longest_s * random.uniform(0.75, 1.0)  # jitter, so that many workers do not retry at the same time
         try:
             return attempt()
-        except Exception as error:  # stores may raise anything
+        except Exception as error:  # stores may raise any exception
             if not may_pass(error) or clock() + pause_s > deadline:
                 raise
             logger.warning("could not %s, trying again in %.1f s: %s", doing, pause_s, in_short(error))
@@ -93,7 +93,7 @@ def retried(
 
 
 def limit_s() -> float:
-    """Return for how long failures are retried: the value of the environment variable `RAYSGD_STORAGE_TIMEOUT_S`.
+    """Return for how many seconds failures are retried, from the environment variable `RAYSGD_STORAGE_TIMEOUT_S`.
 
     Raises:
         ValueError: The variable is not a number of seconds.
@@ -109,20 +109,20 @@ def limit_s() -> float:
 
 
 def in_short(error: BaseException) -> str:
-    """Return the first line of an error message."""
+    """Return the first line of an error message, shortened and without secrets."""
     words = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     return masked(words.strip().partition("\n")[0])[:500].rstrip(".") or type(error).__name__
 
 
 def storage_error(doing: str, error: BaseException, advice: str) -> StorageError:
-    """Return the error that users see: what failed, why, and what to do."""
+    """Create the error that users see. Its message says what failed, why, and what to do."""
     told = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
     told.errno = _number(error)
     return told
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """Return the store's error as the cause of ours; None if it shows a key."""
+    """Return the store's error, for use as the cause of a `StorageError`. Return None if it reveals a secret."""
     return None if has_secret(str(error)) else error
 
 

@@ -1,11 +1,11 @@
-"""Folders in a store. Failures are retried if that may help, and errors say what to do.
+"""Folders in a store. Temporary failures are retried, and errors say what to do.
 
-A marker that is written last commits a folder. The marker of `name` is the file `.complete-name` next to it, so one
-listing shows which folders are committed, and a folder contains only what users put there and lists of checksums with
-hidden names. Nothing is staged in another place, because stores cannot rename, only copy.
+A folder is committed by a marker file that is written last. The marker of `name` is the file `.complete-name` next to
+the folder. A single listing therefore shows which folders are committed, and a folder contains only the user's files
+and hidden lists of checksums. Files are staged in their final location, because stores cannot rename, only copy.
 
-A list is a file `.raysgd-sums-*` in a staged folder, with the XXH128 checksum of each file of one upload. It leaves out
-files whose names start with a dot: these are notes, which may be replaced later.
+A list of checksums is a file `.raysgd-sums-*` in a staged folder, with the XXH128 checksum of each file in one upload.
+It omits files whose names start with a dot, because these are metadata that may be replaced later.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StoreFolder(Folder):
-    """A folder in a store. Some methods with an underscore treat it as a file.
+    """A folder in a store. Some private methods treat the path as a file.
 
     Attributes:
         root: The URI that was opened.
-        given: The file system that the user made; None for that of `root`.
+        given: A file system that the user created. None to use the file system of `root`.
         base: The path in `given` that was opened.
-        patience_s: For how long failures are retried.
-        inside: The path relative to `root`.
-        is_staged: True if it will be committed, so that uploaded files do not change any more.
+        patience_s: For how many seconds failures are retried.
+        inside: The folder's path relative to `root`.
+        is_staged: True if the folder will be committed, so uploaded files do not change any more.
     """
 
     is_local = False
@@ -73,7 +73,7 @@ class StoreFolder(Folder):
 
     @property
     def _opened(self) -> tuple[Any, str]:
-        """The file system, and the opened path in it."""
+        """The file system, and the path in it that was opened."""
         if self.given is not None:
             return self.given, self.base
         return self._ask(f"open `{self}`", partial(_filesystems.opened, self.root, self.patience_s))
@@ -114,7 +114,7 @@ class StoreFolder(Folder):
         above, _, name = self.path.rpartition("/")
         if above:
             self._delete(self.filesystem.delete_file, f"{above}/{_MARKER}{name}")
-        if self.exists():  # not every store reports a missing folder in a recognizable way
+        if self.exists():  # check first, because not every store raises `FileNotFoundError` for a missing folder
             self._delete(self.filesystem.delete_dir, self.path)
 
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
@@ -124,12 +124,12 @@ class StoreFolder(Folder):
         self._list(_transfers.on_threads(lambda name: self._upload_file(source / name, name), sent))
 
     def _upload_file(self, source: Path, name: str) -> str:
-        """Send a file. Return its checksum."""
+        """Upload a file and return its checksum."""
         with open(source, "rb") as file:
             return (self / name)._send(file)
 
     def _list(self, sums: Mapping[str, str]) -> None:
-        """Write a list of the checksums of files that were sent, if these do not change any more."""
+        """Write a list of checksums for uploaded files that do not change any more, if the folder is staged."""
         lasting = {name: checksum for name, checksum in sums.items() if not _base(name).startswith(".")}
         if self.is_staged and lasting:
             self.write(f"{_LIST}{secrets.token_hex(8)}", json.dumps(lasting).encode())
@@ -144,7 +144,7 @@ class StoreFolder(Folder):
         _transfers.on_threads(lambda name: self._fetch_to(name, target / name, sums.get(name, ())), files)
 
     def _listed_sums(self, lists: list[str]) -> dict[str, set[str]]:
-        """Return the checksums in these lists, by file. A file that was uploaded several times has several."""
+        """Read lists of checksums. Return the checksums by file. A file that was uploaded repeatedly has several."""
         found: dict[str, set[str]] = {}
         for path, content in _transfers.on_threads(self.read, lists).items():
             try:
@@ -176,7 +176,7 @@ class StoreFolder(Folder):
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file on this machine, and send it at the end of the block. So sending it can be retried."""
+        """Open a local temporary file, and upload it at the end of the block, so that the upload can be retried."""
         with tempfile.TemporaryFile(prefix="raysgd-") as file:
             yield file
             self._list({name: (self / name)._send(file)})
@@ -211,10 +211,16 @@ class StoreFolder(Folder):
     # ------------------------------------------------------------------------------------------------ questions
 
     def _ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
-        """Return the answer of the store. Retry if that may help, and describe its errors."""
+        """Perform a store operation with retries. Convert errors to a `StorageError` that says what was being done.
+
+        Args:
+            doing: Description of the operation.
+            attempt: Performs the operation.
+            reads: Whether to let a `FileNotFoundError` through unchanged.
+        """
         try:
             return retried(attempt, doing, self.patience_s)
-        except Exception as error:  # stores may raise anything
+        except Exception as error:  # stores may raise any exception
             if isinstance(error, ModuleNotFoundError) or (reads and isinstance(error, FileNotFoundError)):
                 raise
             advice = (
@@ -224,17 +230,17 @@ class StoreFolder(Folder):
             raise storage_error(doing, error, advice) from cause_of(error)
 
     def _is_a(self, kind: str) -> bool:
-        """Return True if this exists and is of this kind: "File" or "Directory"."""
+        """Return True if the path exists and has the type `kind`, "File" or "Directory"."""
         [info] = self._ask(f"look at `{self}`", partial(self.filesystem.get_file_info, [self.path]))
         return bool(info.type == getattr(_fs().FileType, kind))
 
     def _send(self, file: IO[bytes]) -> str:
-        """Send a file, by way of a temporary name if the store shows unfinished files. Return its checksum."""
+        """Upload a file, under a temporary name if the store shows unfinished files. Return its checksum."""
         filesystem, checksum = self.filesystem, _transfers.new_checksum()
 
         def content() -> Iterator[bytes]:
             nonlocal checksum
-            checksum = _transfers.new_checksum()  # each attempt starts from the beginning
+            checksum = _transfers.new_checksum()  # each attempt reads the file from its beginning
             for piece in _transfers.pieces(file):
                 checksum.update(piece)
                 yield piece
@@ -244,10 +250,10 @@ class StoreFolder(Folder):
         return str(checksum.hexdigest())
 
     def _fetch(self, target: IO[bytes], checksums: Collection[str] = ()) -> None:
-        """Fetch a file. Check it against `checksums`, any of which it may have, unless there are none.
+        """Download a file. If `checksums` is not empty, check that the file has one of these checksums.
 
         Raises:
-            FileNotFoundError: There is no such file.
+            FileNotFoundError: The file does not exist.
         """
         attempt = partial(_transfers.fetch, self.filesystem, self.path, target, checksums)
         try:
@@ -256,11 +262,11 @@ class StoreFolder(Folder):
             raise self._missing() from cause_of(error)
 
     def _everything(self) -> dict[str, bool]:
-        """Return the relative paths of everything in the folder, with True for files.
+        """List the folder recursively. Return relative paths, each with True for a file and False for a folder.
 
         Raises:
-            FileNotFoundError: There is no such folder.
-            StorageError: The store lists something that is not inside the folder.
+            FileNotFoundError: The folder does not exist.
+            StorageError: The store lists a path that is not inside the folder.
         """
         found = dict(self._listed(recursive=True))
         outside = [name for name in found if not lies_inside(name)]
@@ -274,7 +280,7 @@ class StoreFolder(Folder):
         return found
 
     def _children(self) -> dict[str, bool]:
-        """Return the names directly in the folder, with True for files; empty if the folder does not exist."""
+        """List the folder's direct children, each with True for a file. Return {} if the folder does not exist."""
         if _filesystems.lists_folders(self.filesystem):
             return {name: is_file for name, is_file in self._listed(recursive=False) if lies_inside(name)}
         inside = [each for each in self._listed(recursive=True) if lies_inside(each[0])]
@@ -291,21 +297,21 @@ class StoreFolder(Folder):
         return [(_from(top, path), is_file) for path, is_file in found if path != top]
 
     def _missing(self) -> FileNotFoundError:
-        """Return the error for a file or folder that does not exist."""
+        """Create the error for a file or folder that does not exist."""
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
     def _delete(self, delete: Callable[[str], object], path: str) -> None:
-        """Delete something if it exists."""
+        """Delete a file or folder if it exists."""
         self._ask(f"delete `{self}`", partial(_unless_missing, delete, path))
 
 
 def _from(top: str, path: str) -> str:
-    """Return a path relative to a folder. A path outside of it becomes one that `lies_inside` refuses."""
+    """Return a path relative to the folder `top`. A path outside the folder becomes one that `lies_inside` rejects."""
     return path.removeprefix(f"{top}/") if not top or path.startswith(f"{top}/") else f"../{path}"
 
 
 def _joined(*parts: str) -> str:
-    """Join parts of a path, without empty ones."""
+    """Join the non-empty parts of a path."""
     return "/".join(part for part in parts if part)
 
 
@@ -327,10 +333,10 @@ def _base(name: str) -> str:
 
 
 def _listed_in(content: bytes) -> dict[str, str]:
-    """Return the checksums in the content of a list.
+    """Parse a list of checksums.
 
     Raises:
-        ValueError: It is not a list of checksums.
+        ValueError: `content` is not a list of checksums.
     """
     try:
         found = json.loads(content)

@@ -1,4 +1,4 @@
-"""Copies files: single ones and trees of them, on this machine, and to and from stores."""
+"""Copies files and directory trees on this machine, and transfers files to and from stores."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from typing import IO, Any, TypeVar
 from raysgd.core.files import flush_to_disk
 from raysgd.exceptions import OnFailure
 
-TEMPORARY = ".raysgd-"  # the same as in `raysgd.core.files`, which also removes old files with this prefix
+TEMPORARY = ".raysgd-"  # must match `raysgd.core.files`, which also removes old files with this prefix
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
-_AWAITED_PIECES = 10  # eight parts of an S3 upload, which PyArrow sends at the same time
+_AWAITED_PIECES = 10  # pieces between flushes; equals eight parts of an S3 upload, which PyArrow sends concurrently
 
 T = TypeVar("T")
 
 Pieces = Callable[[], Iterator[Any]]
-"""Yields the content of a file. Called for each attempt."""
+"""Yields a file's content in pieces. Called anew for each attempt."""
 
 # ---------------------------------------------------------------------------------------------------- on this machine
 
 
 def tree_of(root: Path) -> tuple[list[str], list[str]]:
-    """Return the files in a folder and its empty folders, as relative names with slashes.
-
-    Follows symbolic links.
+    """Return all files and all empty folders in a folder, as relative paths with slashes. Follow symbolic links.
 
     Raises:
-        OSError: There is no such folder, it contains something that is neither a file nor a folder, or a link leads
-            back.
+        OSError: The folder does not exist, it contains an entry that is neither a file nor a folder, or a symbolic link
+            creates a cycle.
     """
     files: list[str] = []
     empty: list[str] = []
@@ -61,7 +59,7 @@ def tree_of(root: Path) -> tuple[list[str], list[str]]:
 
 
 def copy_tree(source: Path, target: Path, without: Collection[str] = ()) -> None:
-    """Copy everything in a folder, except some files, into another folder. Each file is complete or does not exist."""
+    """Copy a folder's content, except the files in `without`, into another folder. Each file is copied atomically."""
     files, empty = tree_of(source)
     target.mkdir(parents=True, exist_ok=True)
     for name in empty:
@@ -72,7 +70,7 @@ def copy_tree(source: Path, target: Path, without: Collection[str] = ()) -> None
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file. It is complete or does not exist."""
+    """Copy a file atomically."""
     with placing(target) as file:
         shutil.copyfile(source, file.name)
         shutil.copymode(source, file.name)
@@ -80,7 +78,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def placing(target: Path) -> Iterator[IO[bytes]]:
-    """Open a file that gets its name when it is complete. It may not have reached the disk by then."""
+    """Open a temporary file that is renamed to `target` at the end of the block. It is not flushed to the disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
     with OnFailure(lambda: temporary.unlink(missing_ok=True)):
@@ -90,7 +88,7 @@ def placing(target: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_tree(root: Path) -> None:
-    """Flush everything in a folder to the disk."""
+    """Flush all files and folders in a folder to the disk."""
     for folder, _, names in os.walk(root):
         for name in names:
             flush_to_disk(os.path.join(folder, name))
@@ -101,7 +99,7 @@ def sync_tree(root: Path) -> None:
 
 
 def pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the content of a file in pieces."""
+    """Yield a file's content in pieces, from its beginning."""
     file.seek(0)
     while piece := file.read(_PIECE_BYTES):
         yield piece
@@ -110,8 +108,8 @@ def pieces(file: IO[bytes]) -> Iterator[bytes]:
 def send(fs: Any, content: Pieces, path: str) -> None:
     """Send a file to a store in which files become visible when they are closed.
 
-    Closing a stream makes a file of what was sent until then, even after Ctrl-C. So another thread sends the whole
-    file.
+    Closing a stream creates a file from the pieces sent so far, even after Ctrl-C. Therefore, a separate thread, which
+    Ctrl-C does not interrupt, sends the whole file.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="raysgd-storage") as pool:
         pool.submit(_send, fs, content, path).result()
@@ -122,18 +120,18 @@ def _send(fs: Any, content: Pieces, path: str) -> None:
         for number, piece in enumerate(content(), start=1):
             stream.write(piece)
             if number % _AWAITED_PIECES == 0:
-                stream.flush()  # otherwise, if the store freezes, all parts stay in memory, each with a wait of its own
+                stream.flush()  # otherwise, if the store hangs, all parts pile up in memory and time out one by one
 
 
 def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
-    """Send a file to a store in which files are visible while they grow."""
+    """Send a file under a temporary name and rename it, for stores in which unfinished files are visible."""
     folder = path[: path.rfind("/") + 1]
     if folder.strip("/"):
         fs.create_dir(folder.rstrip("/"), recursive=True)
     temporary = f"{folder}{TEMPORARY}{secrets.token_hex(8)}.tmp"
 
     def delete() -> None:
-        with contextlib.suppress(Exception):  # the store may raise anything, but the first error matters more
+        with contextlib.suppress(Exception):  # the store may raise any exception, but the first error matters more
             fs.delete_file(temporary)
 
     with OnFailure(delete):
@@ -142,16 +140,16 @@ def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
 
 
 def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()) -> None:
-    """Get a file from a store.
+    """Fetch a file from a store.
 
     Args:
         fs: The file system.
-        path: The file.
-        target: Receives its content.
-        checksums: Checksums that it may have; empty if they are unknown.
+        path: Path of the file.
+        target: Local file to write the content to.
+        checksums: Acceptable checksums. Empty if the checksum is unknown.
 
     Raises:
-        OSError: It was shorter or longer than the store says, or it was altered.
+        OSError: The content's size differs from the size that the store reports, or its checksum is wrong.
     """
     target.seek(0)
     target.truncate()
@@ -168,17 +166,17 @@ def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()
 
 
 def new_checksum() -> Any:
-    """Return an empty XXH128 checksum."""
+    """Return a new XXH128 hash object."""
     import xxhash
 
     return xxhash.xxh3_128()
 
 
 def on_threads(work: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Do the work for all names in parallel. Return the results by name. After a failure, start no more work.
+    """Call `work` for all names in parallel threads. Return the results by name. After a failure, start no more calls.
 
     Raises:
-        Exception: The error of the first failure.
+        Exception: The error of the first failed call.
     """
     names = list(names)
     if not names:

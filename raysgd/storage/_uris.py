@@ -1,7 +1,7 @@
-"""Locations as text: paths on disk, and URIs of stores.
+"""Locations as strings: paths on disk, and URIs of stores.
 
-The part after the bucket is taken literally, as the stores' command lines do: `%20` is three characters. Only `file://`
-URIs are percent-encoded.
+The part after the bucket is taken literally, as in the stores' command-line tools: `%20` is three characters. Only
+`file://` URIs are percent-decoded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LOCAL_SCHEMES = ("file", "local")
 
 
 def checked_text(name: str, location: Any) -> str:
-    """Return a location as text. Restore the second slash of URIs that went through `pathlib`.
+    """Return a location as a string. Restore the slashes of URIs that `pathlib` has collapsed.
 
     Raises:
-        TypeError: It is neither text nor a path.
-        ValueError: It is empty, or contains a null character.
+        TypeError: `location` is neither a string nor a path.
+        ValueError: `location` is empty, or contains a null character.
     """
     text = _files.checked_text(name, location, "a path or a URI")
     found = _files.SCHEME.match(text)
@@ -35,7 +35,7 @@ def checked_text(name: str, location: Any) -> str:
 
 
 def scheme_of(text: str) -> str | None:
-    """Return the part before `://`; None for a path.
+    """Return the scheme of a URI in lower case, or None for a path.
 
     >>> scheme_of("s3://bucket/x"), scheme_of("/mnt/x")
     ('s3', None)
@@ -53,7 +53,7 @@ def local_path_of(name: str, text: str) -> Path:
     """Return the absolute path for a local path or a `file://` URI.
 
     Raises:
-        ValueError: The URI names another machine.
+        ValueError: The URI has the name of another machine.
     """
     if scheme_of(text) is not None:
         parts = urlsplit(text)
@@ -67,7 +67,7 @@ def local_path_of(name: str, text: str) -> Path:
 
 
 def divided(uri: str) -> tuple[str, str, str]:
-    """Divide a URI into the store, the path in it, and the query.
+    """Split a URI into the store, the path in the store, and the query.
 
     >>> divided("s3://bucket/a/b?region=eu-north-1")
     ('s3://bucket', 'a/b', '?region=eu-north-1')
@@ -81,7 +81,7 @@ def divided(uri: str) -> tuple[str, str, str]:
 
 
 def child_of(uri: str, name: str) -> str:
-    """Return the URI of something inside the folder of another URI.
+    """Append a name to the path of a URI.
 
     >>> child_of("s3://bucket/a?region=eu-north-1", "b")
     's3://bucket/a/b?region=eu-north-1'

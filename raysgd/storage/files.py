@@ -1,4 +1,4 @@
-"""Single files at any location, for trainers that save and load. The driver itself reads and writes them."""
+"""Single files at any location, for the trainers' `save` and `load`. The driver process reads and writes them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from raysgd.storage.opening import open_folder
 
 
 def check_location(name: str, location: Any) -> None:
-    """Check that a location is the path or the URI of a file. Connects to nothing.
+    """Check that a location is the path or URI of a file, without connecting to a store.
 
     Raises:
-        TypeError: It is neither text nor a path.
-        ValueError: It is empty, or the URI has an unknown scheme or no file name.
-        ModuleNotFoundError: A package that the URI needs is missing.
+        TypeError: `location` is neither a string nor a path.
+        ValueError: `location` is empty, or a URI with an unknown scheme or without a file name.
+        ModuleNotFoundError: A package that the URI's store needs is missing.
     """
     text = _uris.checked_text(name, location)
     if _uris.is_local(text):
@@ -34,13 +34,15 @@ def check_location(name: str, location: Any) -> None:
 
 @contextlib.contextmanager
 def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file for writing and reading. It replaces the file at `location` if the block ends without an error.
+    """Open a temporary file for writing and reading. At the end of the block, it atomically becomes `location`.
+
+    If the block raises an exception, `location` is unchanged.
 
     Args:
         location: A path or a URI.
 
     Raises:
-        OSError: It could not be written. A `StorageError` if `location` is the URI of a store.
+        OSError: The file could not be written. A `StorageError` if `location` is the URI of a store.
     """
     text = _uris.checked_text("path", location)
     if _uris.is_local(text):
@@ -54,11 +56,13 @@ def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield the path of a local file with the content at `location`: the file itself, or a copy during the block.
+    """Yield the path of a local file with the content at `location`.
+
+    For a local path, this is the file itself. For a file in a store, it is a temporary copy that exists in the block.
 
     Raises:
-        FileNotFoundError: The store has no such file. A path of this machine need not exist.
-        OSError: It is a device, a pipe or a socket of this machine.
+        FileNotFoundError: The store has no such file. The existence of local files is not checked.
+        OSError: `location` is a device, a pipe or a socket on this machine.
         StorageError: The store could not be reached.
     """
     text = _uris.checked_text("path", location)
@@ -75,24 +79,24 @@ def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def is_uri(location: Any) -> bool:
-    """Return True for a URI, even one of a local file, or one that went through `pathlib`."""
+    """Return True for a URI, including `file://` URIs and URIs whose slashes `pathlib` has collapsed."""
     return isinstance(location, str | os.PathLike) and _uris.scheme_of(str(location)) is not None
 
 
 def absolute(location: str | os.PathLike[str]) -> str:
-    """Return the absolute location, which stays valid if the program changes its working directory."""
+    """Make a location absolute, so that it stays valid if the program changes its working directory."""
     text = _uris.checked_text("path", location)
     return text if _uris.scheme_of(text) is not None else os.path.join(os.getcwd(), text)
 
 
 def shown(location: str | os.PathLike[str]) -> str:
-    """Return a location as text without keys and passwords."""
+    """Return a location as a string without keys and passwords."""
     return masked(_uris.checked_text("path", location))
 
 
 @contextlib.contextmanager
 def state_is_kept() -> Iterator[None]:
-    """Add to errors of a store that the trainer still has its state."""
+    """Append to a `StorageError` from the block that the trainer still has its state."""
     try:
         yield
     except StorageError as error:
@@ -116,7 +120,7 @@ def _folder_and_name(uri: str, argument: str = "path") -> tuple[Folder, str]:
 
 
 def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
-    """Return the location of a file in the same folder as another file.
+    """Return the location of the file `name` in the same folder as the file at `location`.
 
     Examples:
         >>> in_folder_of("s3://bucket/run/last.pt?region=eu", "a.json"), in_folder_of("last.pt", "a.json")
@@ -128,7 +132,7 @@ def in_folder_of(location: str | os.PathLike[str], name: str) -> str:
 
 
 def beside(location: str | os.PathLike[str], ending: str) -> str:
-    """Return the location of a file next to another one. Its name is longer by `ending`.
+    """Return a location whose file name is extended by `ending`. The query of a URI stays at the end.
 
     Examples:
         >>> beside("s3://bucket/last.pt?region=eu", ".json"), beside("runs/last.pt", ".json")

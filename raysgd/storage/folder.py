@@ -1,4 +1,4 @@
-"""`Folder`: the interface of every folder, on disk or in a store."""
+"""`Folder`: the common interface of folders on disk and in stores."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import IO, Any
 
 
 class Folder(ABC):
-    """A folder on disk or in a store, made by `open_folder`. Can be pickled. Connects to nothing until it is used.
+    """A folder on disk or in a store. `open_folder` returns it. It is picklable and connects to the store on first use.
 
-    Names are those of files and folders in it, possibly with slashes. If something is missing, methods raise
-    `FileNotFoundError`. For all other failures they raise `StorageError`, an `OSError`.
+    Names of files and folders are relative to the folder, and may contain slashes. If a file or folder is missing,
+    methods raise `FileNotFoundError`. For all other failures, they raise `StorageError`, an `OSError`.
 
     Examples:
         >>> import tempfile
@@ -27,17 +27,17 @@ class Folder(ABC):
         b'0.5' ['epoch_1']
     """
 
-    # ------------------------------------------------------------------------------------------------ where it is
+    # ------------------------------------------------------------------------------------------------ location
 
     @property
     @abstractmethod
     def uri(self) -> str:
-        """Address from which `open_folder` makes the same folder. It may contain keys: show `str(folder)` instead."""
+        """URI with which `open_folder` returns the same folder. It may contain keys; display `str(folder)` instead."""
 
     @property
     @abstractmethod
     def path(self) -> str:
-        """Path in `filesystem`."""
+        """Path of the folder in `filesystem`."""
 
     @property
     @abstractmethod
@@ -47,17 +47,17 @@ class Folder(ABC):
     @property
     @abstractmethod
     def is_local(self) -> bool:
-        """True if it is on a disk that is mounted on this machine."""
+        """True if the folder is on a disk that is mounted on this machine."""
 
     @property
     @abstractmethod
     def is_in_memory(self) -> bool:
-        """True if only this process can see it."""
+        """True if the folder is in this process's memory, so that no other process can see it."""
 
     @property
     @abstractmethod
     def local_path(self) -> Path:
-        """Path on the disk.
+        """Path of the folder on disk.
 
         Raises:
             ValueError: The folder is in a store.
@@ -65,16 +65,16 @@ class Folder(ABC):
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
+        """Last component of the path."""
         return PurePosixPath(self.path).name
 
     @abstractmethod
     def __truediv__(self, name: str) -> Folder:
-        """Return a folder in this one. It need not exist."""
+        """Return a subfolder. It need not exist."""
 
     @abstractmethod
     def without_retries(self) -> Folder:
-        """Return the same folder without retries, for a store that has just failed for long."""
+        """Return the same folder without retries, for use after a store has just failed for a long time."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Folder) and self.uri == other.uri
@@ -89,7 +89,7 @@ class Folder(ABC):
 
     @abstractmethod
     def make(self) -> None:
-        """Make the folder and its parents. Writing into it does that, too."""
+        """Create the folder and its parents. Writing into the folder also creates it."""
 
     @abstractmethod
     def exists(self) -> bool:
@@ -97,30 +97,30 @@ class Folder(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the names of the files and folders in it, sorted; empty if it does not exist.
+        """Return the sorted names of the folder's files and subfolders. Return [] if the folder does not exist.
 
-        In a store, this includes folders that were not committed: see `committed`.
+        In a store, this includes uncommitted folders; see `committed`.
         """
 
     @abstractmethod
     def delete(self) -> None:
-        """Delete the folder and its content. If it was committed, revoke that first."""
+        """Delete the folder and its content. If the folder was committed, revoke the commit first."""
 
     @abstractmethod
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
-        """Copy everything from a folder of this machine into this one. Each file is complete or does not exist.
+        """Copy the content of a local folder into this folder. Each file is written atomically.
 
         Args:
-            source: The folder.
-            without: Files in it to leave out.
+            source: The local folder.
+            without: Relative paths of files to exclude.
 
         Raises:
-            FileNotFoundError: There is no folder `source`.
+            FileNotFoundError: `source` does not exist.
         """
 
     @abstractmethod
     def download(self, target: Path) -> None:
-        """Copy everything in it into a folder of this machine. That folder is made.
+        """Copy the folder's content into a local folder, which is created if necessary.
 
         Raises:
             FileNotFoundError: This folder does not exist.
@@ -130,29 +130,29 @@ class Folder(ABC):
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Return True if there is a file with this name."""
+        """Return True if the folder has a file with this name."""
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
+        """Return a file's content."""
         with self.reading(name) as file:
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file. At any moment, either the whole old file or the whole new one exists."""
+        """Write a file atomically."""
         with self.writing(name) as file:
             file.write(data)
 
     @abstractmethod
     def fetch(self, name: str, target: Path) -> None:
-        """Copy a file to this machine. `target` is complete or does not exist."""
+        """Copy a file to the local path `target`, atomically."""
 
     @abstractmethod
     def reading(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a file for reading. A file in a store is fetched first."""
+        """Open a file for reading. A file in a store is downloaded first."""
 
     @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a file for writing and reading. It gets its name if the block ends without an exception."""
+        """Open a file for writing and reading. The file appears under its name if the block raises no exception."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -162,43 +162,44 @@ class Folder(ABC):
 
     @abstractmethod
     def staged(self, name: str) -> Folder:
-        """Return the folder in which processes put what becomes `name` with `commit`. Use a name once.
+        """Return the staging folder for `name`. `commit` turns it into the folder `name`. Use each name only once.
 
-        In a store, files must not change after they were put there, because `download` compares their checksums. Only
-        files whose names start with a dot may be replaced.
+        In a store, uploaded files must not change later, because `download` verifies their checksums. Only files whose
+        names start with a dot may be replaced.
         """
 
     @abstractmethod
     def commit(self, name: str) -> Folder:
-        """Turn what was staged for `name` into that folder, in one step, and return it. One process calls this.
+        """Atomically turn the staging folder into the folder `name`, and return it. Only one process may call this.
 
         A second call does nothing.
 
         Raises:
             FileNotFoundError: Nothing was staged.
-            StorageError: On disk: a folder with this name exists.
+            StorageError: A folder with this name already exists. Raised on disk only.
         """
 
     @abstractmethod
     def committed(self) -> list[str]:
-        """Return the names of the committed folders in it, sorted.
+        """Return the sorted names of the committed subfolders.
 
-        On disk, these are all its folders; in a store, those for which `commit` was called.
+        On disk, these are all subfolders except staging folders. In a store, they are the subfolders for which `commit`
+        was called.
         """
 
     @abstractmethod
     def discard_staged(self, prefix: str) -> None:
-        """Delete what was staged but not committed under names that start with `prefix`, including leftovers of kills.
+        """Delete uncommitted folders whose names start with `prefix`, including incomplete output of killed processes.
 
-        Call it when no process is writing there, such as before a run is resumed.
+        Call this while no process writes there, for example before resuming a run.
         """
 
 
 def check_name(name: str) -> str:
-    """Return the name if it lies inside a folder.
+    """Return the name after checking that it lies inside a folder.
 
     Raises:
-        ValueError: It is empty, absolute, or leads out of the folder.
+        ValueError: The name is empty, absolute, or leads out of the folder.
     """
     if not lies_inside(name):
         raise ValueError(f"`name={name!r}`: need the name of something in the folder, such as 'a' or 'a/b'.")
@@ -206,7 +207,7 @@ def check_name(name: str) -> str:
 
 
 def lies_inside(name: str) -> bool:
-    """Return True for the name of something inside a folder.
+    """Return True if a relative path stays inside its folder.
 
     >>> lies_inside("a/b"), lies_inside("a/../../b"), lies_inside("/a")
     (True, False, False)
@@ -215,10 +216,10 @@ def lies_inside(name: str) -> bool:
 
 
 def check_single(name: str) -> str:
-    """Return the name if it is that of something directly in a folder.
+    """Return the name after checking that it is a direct child of a folder.
 
     Raises:
-        ValueError: It is not, or has slashes.
+        ValueError: The name contains slashes, or does not lie inside the folder.
     """
     if "/" in name:
         raise ValueError(f"`name={name!r}`: need the name of a folder directly in this one, without slashes.")

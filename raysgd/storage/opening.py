@@ -1,4 +1,4 @@
-"""Makes a `Folder` from what users pass for one."""
+"""Creates a `Folder` from a path or URI, and optionally a file system."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from raysgd.storage.folder import Folder
 
 
 def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argument: str = "path") -> Folder:
-    """Return a folder, which need not exist yet. Connects to nothing.
+    """Return a folder, without connecting to a store. The folder need not exist.
 
     Args:
         path: A path on disk (`~` is your home folder), or a URI such as `s3://bucket/results`, `gs://...`,
-            `abfs://...`, `file://...`, or one of any other file system that fsspec knows.
-        filesystem: A file system of PyArrow or fsspec. `path` is then a path in it, such as `bucket/results`.
-        argument: The name of `path` in errors.
+            `abfs://...`, `file://...`, or a URI of any other file system that fsspec knows.
+        filesystem: A PyArrow or fsspec file system. `path` is then a path in it, such as `bucket/results`.
+        argument: Name of the `path` argument in error messages.
 
     Raises:
-        TypeError: An argument has another type.
+        TypeError: An argument has the wrong type.
         ValueError: `path` is empty, or its scheme is unknown.
         ModuleNotFoundError: A package that the file system needs is missing.
     """
@@ -45,15 +45,15 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
 
 
 def make_new(parent: Folder, name: str) -> Folder:
-    """Make a new folder, even if other programs do the same at this moment.
+    """Create a new folder with a unique name, safely even if other programs do so at the same time.
 
     Args:
-        parent: The folder in which to make it.
-        name: Its name. If the name is taken, a number is added. In a store, where two programs could make the same
-            folder, random characters are added.
+        parent: Folder in which to create the new folder.
+        name: Name of the new folder. On disk, a number is appended if the name is taken. In a store, random characters
+            are always appended, because two programs could otherwise create the same folder.
 
     Raises:
-        StorageError: It could not be made.
+        StorageError: The folder could not be created.
     """
     if not parent.is_local:
         folder = parent / f"{name}_{secrets.token_hex(4)}"
@@ -69,7 +69,7 @@ def make_new(parent: Folder, name: str) -> Folder:
 
 
 def _in(filesystem: Any, text: str, argument: str) -> Folder:
-    """Return a folder in a file system that the user made."""
+    """Return a folder in a file system that the user created."""
     if _uris.scheme_of(text) is not None:
         raise ValueError(
             f"`{argument}={masked(text)!r}`: with `filesystem=`, pass a path inside it, such as 'bucket/results', "
@@ -89,7 +89,7 @@ def _in(filesystem: Any, text: str, argument: str) -> Folder:
 
 
 def _is_of(value: Any, module: str, name: str) -> bool:
-    """Return True if a value is an instance of a class whose package may not be installed or loaded."""
+    """Return True if a value is an instance of the class `module.name`, without importing the module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 

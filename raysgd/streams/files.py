@@ -1,6 +1,6 @@
-"""Streams of files. Each file is a shard. Files are found by name, pattern or folder, on disk or in a store.
+"""Streams of files. Each file is a shard. Files are given by name, pattern or folder, on disk or in a store.
 
-Formats are JSON lines, tar files with samples as WebDataset names them, and tables that PyArrow reads.
+Supported formats are JSON lines, tar files in WebDataset's layout, and tables that PyArrow reads.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MAGIC = b"ARROW1"
 
 
 class StreamFile(NamedTuple):
-    """One file.
+    """A file of a stream.
 
     Attributes:
-        folder: Its folder.
-        name: Its name in the folder.
+        folder: Folder that contains the file.
+        name: Name of the file in the folder.
     """
 
     folder: Folder
@@ -49,16 +49,20 @@ class StreamFile(NamedTuple):
 
     @property
     def shard(self) -> str:
-        """Name of its shard: the location without keys."""
+        """Name of the file's shard: its location, without credentials."""
         return str(self.folder / self.name)
 
     @property
     def path(self) -> str:
-        """Path in the file system of the folder."""
+        """Path of the file in the folder's file system."""
         return f"{self.folder.path}/{self.name}"
 
     def version(self, has_digest: bool) -> str:
-        """Return the version of the content: the size of a file on disk, or the size and a digest of both ends."""
+        """Return a version string of the content, or "" if it is unknown.
+
+        With `has_digest`, it consists of the size and a digest of the first and last bytes. Otherwise, it is the size
+        of a local file, and unknown for a file in a store.
+        """
         try:
             if not has_digest:
                 return str(os.path.getsize(self.path)) if self.folder.is_local else ""
@@ -68,18 +72,18 @@ class StreamFile(NamedTuple):
                 content.seek(max(0, size - _NUM_BYTES))
                 return f"{size} {blake2b(begin + content.read(_NUM_BYTES), digest_size=8).hexdigest()}"
         except (FileNotFoundError, IsADirectoryError, PermissionError):
-            return ""  # the error is raised when the file is read
+            return ""  # reading the file will raise the error
 
 
 class FileStream(Stream):
-    """Rows of files, each of which is a shard. Files are in the order of `paths`, and of their names within each path.
+    """Reads rows from files. Each file is a shard. Files are ordered as in `paths`, and by name within each path.
 
     Args:
-        paths: A file, a folder whose files with a known ending are read, or a pattern for the last part of a path, such
-            as `"s3://bucket/data/part-*.parquet"`; or several of these.
+        paths: One or several of the following: a file, a folder whose files with a supported ending are read, or a path
+            with a pattern as its last component, such as `"s3://bucket/data/part-*.parquet"`.
 
     Raises:
-        TypeError: `paths` are no paths.
+        TypeError: `paths` contains an object that is not a path.
         ValueError: `paths` is empty.
     """
 
@@ -93,16 +97,16 @@ class FileStream(Stream):
 
     @cached_property
     def files(self) -> list[StreamFile]:
-        """The files. They are looked up once.
+        """The files. They are looked up on first access only.
 
         Raises:
-            FileNotFoundError: A path leads to no file.
+            FileNotFoundError: No file was found for one of the paths.
         """
         return [file for path in self._paths for file in self._found(path)]
 
     @cached_property
     def versions(self) -> list[str]:
-        """The version of each file. Up to 64 files, evenly spread, have a digest."""
+        """The version of each file. Up to 64 evenly spaced files have a digest."""
         chosen = {file.shard for file in self.files[:: -(-len(self.files) // _NUM_DIGESTS)]}
         found = on_threads(lambda name: self._by_shard[name].version(name in chosen), self._by_shard)
         return [found[file.shard] for file in self.files]
@@ -118,7 +122,7 @@ class FileStream(Stream):
 
     @abstractmethod
     def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """Return the rows of a file from `start` on. A row that is not needed may be replaced by anything."""
+        """Return a file's rows from row `start` on. Rows for which `is_needed` is false may have any value."""
 
     @cached_property
     def _by_shard(self) -> dict[str, StreamFile]:
@@ -127,7 +131,7 @@ class FileStream(Stream):
     def _found(self, path: str) -> list[StreamFile]:
         parent, name = _divided(path)
         is_pattern = any(each in name for each in "*?[")
-        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # may be a folder of Spark
+        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # Spark writes `x.parquet/`
             return [StreamFile(open_folder(parent, argument="paths"), name)]
         if not is_pattern and is_local(path) and os.path.isfile(path):
             known = " or ".join(map(repr, self.endings))
@@ -143,7 +147,7 @@ class FileStream(Stream):
 
 
 def _divided(path: str) -> tuple[str, str]:
-    """Return the parent of a path and its last part, which is empty for a path that ends with a slash."""
+    """Split a path into its parent and its last component. The latter is empty if the path ends with a slash."""
     if is_local(path):
         parent, slash, name = path.rpartition("/")
         return parent or slash or ".", name
@@ -153,7 +157,7 @@ def _divided(path: str) -> tuple[str, str]:
 
 
 class _Lines(FileStream):
-    """Non-empty lines as rows, as bytes."""
+    """Yields non-empty lines, as bytes."""
 
     endings = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 
@@ -164,27 +168,27 @@ class _Lines(FileStream):
 
 
 class JSONLinesStream(_Lines):
-    """Each non-empty line, parsed with `json.loads`, is a row. Files may be compressed with gzip.
+    """Reads JSON lines. Each non-empty line, parsed with `json.loads`, is a row. Files may be gzip-compressed.
 
-    Arguments and errors are those of `FileStream`. To get to a row in the middle, a file is read from its beginning.
+    Arguments and errors are the same as for `FileStream`. To resume at a row, a file is read from its beginning.
     """
 
     def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         return map(json.loads, super().open_some(shard, start, is_needed))
 
     def _pipeline(self) -> Pipeline:
-        """Return the lines with parsing as a step, so that one line that cannot be parsed does not affect the next."""
-        if type(self) is not JSONLinesStream:  # a subclass may read other rows
+        """Return the lines with parsing as a step, so that a line that cannot be parsed does not affect the next."""
+        if type(self) is not JSONLinesStream:  # a subclass may produce its rows differently
             return super()._pipeline()
         return Pipeline(_Lines(self._paths), (RowStep(json.loads, is_filter=False, is_seeded=False),))
 
 
 class TarStream(FileStream):
-    """Each row is a dict of bytes: consecutive files of a tar file with the same name up to the first dot.
+    """Reads tar files. Consecutive members whose names are equal up to the first dot form a row, a dict of bytes.
 
-    `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`. Decode them with `map`. Tar files
-    may be compressed. Arguments and errors are those of `FileStream`. Samples before the position are skipped without
-    reading their content if the file is not compressed.
+    `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`. Decode rows with `map`. Tar files
+    may be compressed. In uncompressed files, samples before the position are skipped without reading their content.
+    Arguments and errors are the same as for `FileStream`.
     """
 
     endings = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -198,18 +202,18 @@ class TarStream(FileStream):
 
 def _members(tar: Any) -> Iterator[tarfile.TarInfo]:
     while (member := tar.next()) is not None:
-        tar.members.clear()  # otherwise it remembers every member
+        tar.members.clear()  # otherwise `tar` would keep every member in memory
         if member.isreg():
             yield member
-    # The library stops without an error at anything that it cannot read, so a truncated file would look like a shorter
-    # one.
+    # `tarfile` stops silently at anything that it cannot read, so a truncated file would look like a shorter file.
+    # Check for the end-of-archive block.
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
         raise tarfile.ReadError("the file is truncated or damaged: its end marker is missing")
 
 
 def _key_and_field(name: str) -> tuple[str, str]:
-    """Divide a name at the first dot of its last part.
+    """Split a path at the first dot of its last component.
 
     >>> _key_and_field("a.b/0.seg.png")
     ('a.b/0', 'seg.png')
@@ -235,11 +239,11 @@ _BYTES_AT_ONCE = 2**20
 
 
 class TableStream(FileStream):
-    """Each row is a dict with the value of each column: a number, a string, or a NumPy array for a fixed-size list.
+    """Reads tables. Each row is a dict from column names to values. Fixed-size lists become NumPy arrays.
 
     Args:
-        paths: As for `FileStream`.
-        columns: The columns to read; None for all.
+        paths: The same as for `FileStream`.
+        columns: Names of the columns to read. Default: all columns.
 
     Raises:
         ModuleNotFoundError: PyArrow is missing.
@@ -258,10 +262,10 @@ class TableStream(FileStream):
 
 
 class ParquetStream(TableStream):
-    """Rows of Parquet files. Whole row groups are skipped to get to a position.
+    """Reads Parquet files. To resume at a row, whole row groups are skipped.
 
-    If there are fewer files than lanes, each row group is a shard of known length. If there are many files, their
-    lengths are not looked up in advance, because that would mean to open each of them.
+    If there are fewer files than lanes, each row group is a shard of known length. Otherwise, each file is a shard. Its
+    length is not determined in advance, because that would require opening every file.
 
     Examples:
         >>> import tempfile, pyarrow as pa
@@ -295,18 +299,18 @@ class ParquetStream(TableStream):
 
     @cached_property
     def _row_groups(self) -> list[list[int]]:
-        """Lengths of the row groups of each file."""
+        """The lengths of each file's row groups."""
         return [self._lengths_of(file) for file in self.files]
 
     def _lengths_of(self, file: StreamFile) -> list[int]:
         try:
             with self._content(file) as content:
                 return _lengths(self._table(content))
-        except Exception as error:  # stores may raise anything
+        except Exception as error:  # file systems may raise any exception
             raise StreamError(f"{file.shard!r} cannot be read: {type(error).__name__}: {error}") from error
 
     def _table(self, content: Any) -> Any:
-        """Open a file, and check that it has all columns to read. `a.b` is the column `b` inside the column `a`."""
+        """Open a Parquet file and check that all requested columns exist. `a.b` is the column `b` inside `a`."""
         table = require("pyarrow.parquet", "storage", "`ParquetStream`").ParquetFile(content)
         paths = [f"{table.metadata.schema.column(number).path}." for number in range(table.metadata.num_columns)]
         missing = [name for name in self._columns or () if not any(path.startswith(f"{name}.") for path in paths)]
@@ -328,7 +332,7 @@ class ParquetStream(TableStream):
 
 
 class ArrowStream(TableStream):
-    """Rows of Arrow files, in the file or the stream format, such as `datasets` writes."""
+    """Reads Arrow files in the IPC file format or the IPC stream format, which `datasets` writes."""
 
     endings = (".arrow", ".feather", ".ipc")
 
@@ -352,7 +356,7 @@ def _lengths(table: Any) -> list[int]:
 
 
 def _num_at_once(num_bytes: int, num_rows: int) -> int:
-    """Return how many rows to convert at a time. There are few, because each of many lanes keeps them."""
+    """Return how many rows to convert at a time. The number is low, because each of many lanes holds such rows."""
     return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * num_rows // max(1, num_bytes)))
 
 
@@ -360,7 +364,7 @@ def _rows_from(batches: Iterable[Any], start: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of record batches from row `start` on.
 
     Raises:
-        ValueError: There are fewer rows.
+        ValueError: The batches have fewer than `start` rows.
     """
     for batch in batches:
         num_at_once = _num_at_once(batch.nbytes, batch.num_rows)
@@ -378,7 +382,7 @@ def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _values(column: Any) -> Any:
-    """Return the values of a column by row. The type of a value does not depend on the rows around it."""
+    """Return a column's values by row. The type of a value must not depend on neighboring rows."""
     types = require("pyarrow.types", "storage", "`TableStream`")
     if not types.is_fixed_size_list(column.type) or not types.is_primitive(column.type.value_type):
         return column.to_pylist()

@@ -1,8 +1,8 @@
-"""One worker's part of the global batches of a pass, from any position and in a group of any size.
+"""Reads one worker's part of a pass's global batches, from any position and in a group of any size.
 
-If the length of a shard is not known, or a filter drops rows, only the reader of a lane sees where it ends. So one rank
-watches each lane. After each global batch, all ranks exchange what they see of their lanes, so that all deal the same
-rows. They also exchange the positions of their lanes, so that a lost rank takes no position with it.
+If shard lengths are unknown, or a filter drops rows, only the reader of a lane knows where the lane ends. Therefore,
+one rank watches each lane. After each global batch, all ranks all-reduce what they see in their lanes, so that all deal
+the same rows. They also share the positions of their lanes, so that no position is lost with a rank.
 """
 
 from __future__ import annotations
@@ -20,50 +20,52 @@ from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
-"""Starts a sum of numbers over all ranks. Returns a function that waits for the sums."""
-_NUM_SHOWN = 2  # because batch normalization refuses a single row
+"""Starts an all-reduce sum. Returns a function that waits for it and returns the result."""
+_NUM_SHOWN = 2  # batch normalization raises an error for a single row
 
 
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
-    """Return the sums of a single rank: its own numbers."""
+    """All-reduce for a single rank: return its numbers unchanged."""
     return lambda: numbers
 
 
 class LaneEnds:
-    """The ends of lanes. They follow from the lengths of the shards, or the ranks see them and tell each other.
+    """Tracks where lanes end.
 
-    What the ranks see may be some global batches old. Rows are then counted from where the pass was opened.
+    If shard lengths are unknown, the ranks look ahead in their lanes and share what they see. The shared information
+    may be some global batches old.
 
     Args:
         of_pass: The pass.
-        begin: Its position.
+        begin: Position at which the pass is opened.
         watched: The lanes that this rank watches.
-        start_sum: Starts a sum over all ranks.
+        start_sum: Starts an all-reduce sum.
 
     Attributes:
-        counts: Number of rows of each lane that were dealt, in the pass or since it was opened.
+        counts: Number of dealt rows per lane. Counted from the start of the pass if lengths are known, otherwise from
+            `begin`.
     """
 
     def __init__(self, of_pass: StreamPass, begin: StreamPosition, watched: range, start_sum: StartSum) -> None:
         num_lanes, self._is_known = of_pass.num_lanes, of_pass.is_known
         self._watched, self._start_sum = watched, start_sum
         self._num_rows, self._turn = begin.num_rows, begin.turn
-        self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # rows of each lane that were dealt, and seen
+        self.counts, self._seen_to = [0] * num_lanes, [0] * num_lanes  # number of dealt and of seen rows per lane
         if self._is_known:
             self.counts, self._turn = of_pass.dealt(begin.num_rows)
             self._seen_to = of_pass.lengths
-        self._is_dry = [self._is_known] * num_lanes  # True if a lane has no rows after those that were seen
+        self._is_dry = [self._is_known] * num_lanes  # True if a lane has no rows beyond the seen rows
         self._known_at: Sequence[int] = self.counts
         self._known = begin.lanes or (LanePosition(),) * num_lanes
         self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
 
     @property
     def num_left(self) -> int | None:
-        """Number of rows left in the pass; None if it is not known, and more than none."""
+        """Number of rows left in the pass. None if it is unknown but at least 1."""
         return sum(self._seen_to) - sum(self.counts) if all(self._is_dry) else None
 
     def num_seen(self, num_rows: int) -> int:
-        """Return how far to look in each lane to find so many rows in all; 0 if there is no need to look."""
+        """Return how many rows to look ahead per lane to find `num_rows` rows in total, or 0 if lengths are known."""
         if self._is_known:
             return 0
         num_live = sum(not dry or seen > count for dry, seen, count in zip(*self._state, strict=True))
@@ -74,12 +76,12 @@ class LaneEnds:
         return self._is_dry, self._seen_to, self.counts
 
     def see(self, counts: Sequence[int], num_rows: int, found: Sequence[tuple[int, LanePosition]]) -> None:
-        """Report what this rank sees after a global batch. All ranks call this at the same place in the pass.
+        """Report what this rank sees after a global batch. All ranks must call this at the same point in the pass.
 
         Args:
-            counts: Number of rows of each lane that were dealt up to there.
-            num_rows: How far this rank looked in each lane that it watches.
-            found: For each of these lanes, the number of rows left, up to `num_rows`, and its position.
+            counts: Number of rows dealt from each lane up to this point.
+            num_rows: Number of rows that this rank looked ahead in each watched lane.
+            found: For each watched lane, the number of rows left, up to `num_rows`, and the lane's position.
         """
         numbers = np.zeros((len(self.counts), 1 + len(LanePosition._fields)), np.int64)
         for lane, (num_left, position) in zip(self._watched, found, strict=True):
@@ -87,7 +89,7 @@ class LaneEnds:
         self._told.append((counts, num_rows, self._start_sum(numbers)))
 
     def hear(self) -> None:
-        """Take in all reports. Waits for those of the other ranks."""
+        """Wait for the pending reports of all ranks and process them."""
         while self._told:
             counts, num_rows, wait = self._told.popleft()
             num_left, *lanes = wait().T.tolist()
@@ -98,18 +100,20 @@ class LaneEnds:
                 self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
 
     def deal(self, num_rows: int, look: Callable[[int], None]) -> DealtRows:
-        """Deal so many rows, or fewer at the end of the pass.
+        """Deal `num_rows` rows, or fewer at the end of the pass.
 
         Args:
-            num_rows: How many rows to deal.
-            look: Looks so many rows ahead in each lane and calls `see`. Needed if few lanes provide all rows.
+            num_rows: Number of rows to deal.
+            look: Looks ahead in each lane by a given number of rows and calls `see`. Called if a few lanes must provide
+                more rows than have been seen.
         """
         self.hear()
         while True:
             left = [seen - count if dry else ENDLESS for dry, seen, count in zip(*self._state, strict=True)]
             dealt = deal(num_rows, left, self._turn)
             after = [count + more for count, more in zip(self.counts, dealt.counts, strict=True)]
-            # Otherwise a lane may have fewer rows than it gave, or none after them. All ranks decide the same.
+            # Accept the deal only if each lane's end is known or more of its rows were seen. Otherwise, a lane may end
+            # within or right after the dealt rows. All ranks have the same information and decide the same.
             if all(dry or count < seen for dry, seen, count in zip(self._is_dry, self._seen_to, after, strict=True)):
                 break
             look(2 * max(dealt.counts) + 1)
@@ -119,12 +123,12 @@ class LaneEnds:
         return dealt
 
     def position(self) -> StreamPosition:
-        """Return the position of the pass, as far as the ranks have seen it."""
+        """Return the current position in the pass, based on the reports processed so far."""
         return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
     @property
     def places(self) -> Sequence[Place]:
-        """Place of each lane."""
+        """The current place in each lane."""
         return self.counts if self._is_known else self._lanes
 
     @property
@@ -134,7 +138,7 @@ class LaneEnds:
 
 
 class Shares(Protocol):
-    """Divides global batches, like `raysgd.core.arrays.division.Division`."""
+    """Splits global batches among workers, like `raysgd.core.arrays.division.Division`."""
 
     @property
     def world_size(self) -> int:
@@ -142,23 +146,23 @@ class Shares(Protocol):
 
     @property
     def global_size(self) -> int:
-        """Number of rows of a full global batch."""
+        """Number of rows in a full global batch."""
 
     def parts(self, num_samples: int, rank: int) -> Sequence[tuple[int, int, int]]:
-        """Return start, end, and rows of all workers at the same time, for each batch of a worker."""
+        """Return the batches of worker `rank` in a global batch: `(start, stop, rows of all workers at that time)`."""
 
 
 class StreamBatch(NamedTuple):
-    """A worker's part of a global batch, or of one of several batches of it.
+    """A batch of one worker. It is the worker's whole part of a global batch, or a micro-batch of that part.
 
     Attributes:
-        start: Its first row, counted from the start of the global batch.
-        batch: The batch. A worker without rows repeats some, which do not count, or gets None.
-        num_rows: Number of its rows that count.
-        num_global: Number of rows of all workers at the same time.
-        is_first: True if the global batch begins with it.
-        is_last: True if the global batch ends with it.
-        ends_pass: True if the global batch is known to be the last one.
+        start: Index of the first row in the global batch.
+        batch: The collated batch. A worker without rows gets repeated rows, which do not count, or None.
+        num_rows: Number of rows that count.
+        num_global: Number of rows that all workers process at the same time.
+        is_first: True for the worker's first batch of the global batch.
+        is_last: True for the worker's last batch of the global batch.
+        ends_pass: True if the global batch is known to be the last of the pass.
         after: Position after the global batch.
     """
 
@@ -173,7 +177,7 @@ class StreamBatch(NamedTuple):
 
 
 class _GlobalBatch(NamedTuple):
-    """A global batch that was dealt and ordered, but is not needed yet."""
+    """A global batch that was dealt and requested from the loader, but not yielded yet."""
 
     parts: Sequence[tuple[int, int, int]]
     counts: Sequence[int]
@@ -187,13 +191,13 @@ class GlobalReader:
 
     Args:
         of_pass: The pass.
-        shares: Divides global batches.
-        rank: Rank of the worker in this division.
-        begin: Position of the pass.
+        shares: Splits global batches among workers.
+        rank: The worker's rank in this split.
+        begin: Position at which to start.
         watched: The lanes that the worker watches.
-        open_loading: Called when the first batch is needed. Returns a `BatchLoader`.
-        start_sum: Starts a sum over all workers. Used if lengths are not known.
-        pad: True if a worker without rows in a global batch repeats others, as in training.
+        open_loading: Returns a `BatchLoader`. Called when the first batch is needed.
+        start_sum: Starts an all-reduce sum. Used only if lengths are unknown.
+        pad: Whether a worker without rows in a global batch repeats other rows. True in training.
     """
 
     _loading: BatchLoader
@@ -216,11 +220,11 @@ class GlobalReader:
         self._is_over = False
         self._has_rows, self._last_batch = False, None
         self._ordered: deque[_GlobalBatch] = deque()
-        self._num_orders = 0  # orders without an answer
+        self._num_orders = 0  # orders that the loader has not answered yet
         self._made: deque[MadeBatches] = deque()
 
     def __iter__(self) -> Iterator[StreamBatch]:
-        """Iterate over the rest of the pass."""
+        """Yield the worker's batches for the rest of the pass."""
         self._loading = self._open_loading()
         with ExitStack() as last:
             last.callback(self._loading.end_loading)
@@ -233,20 +237,20 @@ class GlobalReader:
                 if not self._ordered:
                     return
                 whole, made = self._ordered.popleft(), self._next_made()
-                if whole.num_seen:  # the sum runs while the worker trains
+                if whole.num_seen:  # the all-reduce runs while the worker trains
                     self._ends.see(whole.counts, whole.num_seen, made.found)
-                if whole.ends_pass and self._stream.skips:  # the count of left-out rows is needed before the pass ends
+                if whole.ends_pass and self._stream.skips:  # the final position must count all skipped rows
                     self._ends.hear()
                     whole = whole._replace(after=self._ends.position())
                 yield from self._batches(whole, made)
 
     @property
     def _rows_ahead(self) -> int:
-        """Number of rows to look ahead after a global batch, which must last until the next look counts."""
+        """Number of rows to look ahead after a global batch: enough until the result of the next look is available."""
         return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 
     def _deal(self) -> None:
-        """Order the next global batch, if there is one."""
+        """Deal the next global batch and request it from the loader, unless the pass has ended."""
         stream, most, places = self._stream, self._shares.global_size, self._ends.places
         wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
         dealt = self._ends.deal(wanted, self._look)
@@ -263,7 +267,7 @@ class GlobalReader:
         self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
 
     def _ends_here(self) -> bool:
-        """Return True if the last dealt global batch is known to be the last one of the pass."""
+        """Return True if the global batch dealt most recently is known to be the last of the pass."""
         stream, num_left = self._stream, self._ends.num_left
         if stream.limit is not None:
             of_limit = stream.limit - self._num_rows
@@ -271,7 +275,7 @@ class GlobalReader:
         return num_left is not None and num_left < (self._shares.global_size if stream.drop_last else 1)
 
     def _wanted(self, dealt: DealtRows, start: int, stop: int, num_global: int) -> list[LaneSlice]:
-        """Return the rows of a batch. If the worker never had a row, return some to show it their form."""
+        """Return the rows of a batch. If the worker has not had any rows yet, return some to serve as padding."""
         if start == stop:
             if self._has_rows or not self._pad:
                 return []
@@ -291,7 +295,7 @@ class GlobalReader:
         return self._made.popleft() if self._made else self._receive()
 
     def _look(self, num_rows: int) -> None:
-        """Look ahead after all rows that were dealt."""
+        """Look ahead in each lane, beyond all dealt rows, and report what this rank sees."""
         counts, places = self._ends.counts, self._ends.places
         while self._num_orders:
             self._made.append(self._receive())

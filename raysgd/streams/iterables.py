@@ -1,4 +1,4 @@
-"""Streams of iterables: the results of functions, and streamed datasets of Hugging Face's `datasets`."""
+"""Streams from iterables, generator functions, and streaming datasets of Hugging Face's `datasets`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from raysgd.streams.stream import Shard, Stream, from_row
 _NOTE_EVERY = 256
 _NUM_STATES = 4
 _ROWS_AT_ONCE = 32
-_FORMATS = (None, "torch")  # formats in which converting several rows at once gives the same as one by one
+_FORMATS = (None, "torch")  # formats in which converting a batch gives the same rows as converting one row at a time
 
 
 class IterableStream(Stream):
-    """Rows of an iterable. It must yield the same rows whenever it is iterated over, in every process.
+    """Reads rows from an iterable. It must yield the same rows in every iteration and every process.
 
-    To get to a row in the middle, it is read from its beginning.
+    To resume at a row, the iterable is read from its beginning.
 
     Args:
         rows: An iterable that can be iterated over several times, or a function without arguments that returns an
             iterable, such as a generator function.
-        num_rows: Number of rows. None for `len(rows)` if it has a length, otherwise unknown.
+        num_rows: Number of rows. Default: `len(rows)` if available, otherwise unknown.
 
     Raises:
-        TypeError: `rows` is something else, or an iterator, which can be used only once.
-        ValueError: `num_rows` is negative or no integer.
+        TypeError: `rows` is neither an iterable nor a function, or is an iterator, which can be used only once.
+        ValueError: `num_rows` is negative or not an integer.
 
     Examples:
         >>> len(IterableStream([1, 2, 3])), list(IterableStream(lambda: iter("abc")).open("rows", 1))
@@ -81,21 +81,21 @@ _IN_SHARDS = (
         "Repeat",
     ),
     *("SelectColumns", "ShuffledDataSources", "ShuffledDataSourcesArrow", "VerticallyConcatenatedMultiSources"),
-)  # these keep the rows of each shard; `take`, `skip`, interleaving and indices count rows of all shards
+)  # sources that process each shard separately; `take`, `skip`, interleaving and indices count rows across all shards
 
 
 class HuggingFaceStream(Stream):
-    """Rows of a `datasets.IterableDataset`, by its shards. A dataset that counts rows of all shards is one shard.
+    """Reads a `datasets.IterableDataset` by its shards. A dataset that counts rows across shards is a single shard.
 
-    Shuffle with `Stream.shuffle` instead of the dataset's own `shuffle`, which does not mix rows of different shards. A
-    process that has read a row continues near it with a `state_dict` of the dataset, for example after the loss of
-    another worker. Any other process reads a shard from its beginning to get to a row in the middle.
+    Use `Stream.shuffle` instead of the dataset's own `shuffle`, which does not mix rows of different shards. If a
+    process has already read rows near the position, for example before another worker was lost, it resumes from the
+    dataset's `state_dict`. Any other process reads the shard from its beginning.
 
     Args:
         dataset: The result of `load_dataset(..., streaming=True)` or `dataset.to_iterable_dataset(num_shards=...)`.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: `dataset` is not a `datasets.IterableDataset`.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -123,7 +123,7 @@ class HuggingFaceStream(Stream):
         return from_row(self._rows(part, at, states.append), start, at)
 
     def _rows(self, part: Any, at: int, note: Callable[[tuple[int, Any]], None]) -> Iterator[Any]:
-        """Yield the rows from number `at` on. Now and then note the number of the next row and the dataset's state."""
+        """Yield the rows from row `at` on. Periodically record the dataset's state and the number of the next row."""
         for block in self._blocks(part):
             at, before = at + len(block), at
             if at // _NOTE_EVERY > before // _NOTE_EVERY:
@@ -136,9 +136,9 @@ class HuggingFaceStream(Stream):
         return (self._formatted(table) for table in part.iter(_ROWS_AT_ONCE))
 
     def _formatted(self, table: Any) -> list[Any]:
-        """Return the rows of a table as the dataset yields them. One by one would take several times as long."""
+        """Convert a table to rows as the dataset yields them. Row by row, this would take several times as long."""
         assert self._formatter is not None, "there are tables"
-        if any(map(_has_nulls, table.columns)):  # a null would change the type of other rows in its column
+        if any(map(_has_nulls, table.columns)):  # row by row, because a null changes the type of its whole column
             return [self._formatter.format_row(table.slice(number, 1)) for number in range(len(table))]
         columns = self._formatter.format_batch(table)
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -149,10 +149,10 @@ class HuggingFaceStream(Stream):
 
     @cached_property
     def _formatter(self) -> Any:
-        """Formatter of `datasets` that turns tables into rows; None if the dataset has no tables of plain values."""
+        """`datasets` formatter that converts tables to rows, or None if the dataset has no tables of plain values."""
         try:
             form, tables = self._dataset._formatting, self._dataset._ex_iterable.iter_arrow
-        except AttributeError:  # in another version of the library
+        except AttributeError:  # these private attributes are missing in other versions of the library
             return None
         kind, features = None if form is None else form.format_type, self._dataset.features
         is_quick = tables is not None and kind in _FORMATS and features
@@ -164,14 +164,14 @@ class HuggingFaceStream(Stream):
 
 
 def _is_in_shards(rows: Any) -> bool:
-    """Return True if the source of a dataset is known to yield the rows of one shard after the other."""
+    """Return True if a dataset's source is known to process each shard separately."""
     sources = [*getattr(rows, "ex_iterables", ()), *([rows.ex_iterable] if hasattr(rows, "ex_iterable") else ())]
     name = type(rows).__name__.removesuffix("Iterable").removesuffix("Examples")
     return name in _IN_SHARDS and not getattr(rows, "with_indices", False) and all(map(_is_in_shards, sources))
 
 
 def _is_plain(column_type: Any) -> bool:
-    """Return True if values are numbers, text, bytes or lists of these, which need no decoding."""
+    """Return True if the column holds numbers, strings, bytes, or lists of them, which need no decoding."""
     from pyarrow import BaseExtensionType, types
 
     of_list = types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type)

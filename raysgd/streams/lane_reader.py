@@ -1,6 +1,6 @@
-"""Reads the rows of lanes in one process, from any position. Reads each shard once, filters and mixes the rows.
+"""Reads, filters and shuffles the rows of lanes in one process, from any position. Reads each shard once.
 
-A pass defines the lanes and their positions after some rows, and opens a reader for each lane.
+A `StreamPass` defines the lanes, computes positions in them, and opens a reader for each lane.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, to
 logger = logging.getLogger(__name__)
 
 Numbered: TypeAlias = tuple[int, Any]
-"""The number of a row in its shard, and the row."""
+"""A row's number in its shard, and the row."""
 
 _NUM_KEPT = 256
-_MOST_TRIES = 4  # a row, and the next three
+_MOST_TRIES = 4  # number of consecutive unreadable rows after which the rest of a shard is skipped
 _MOST_READINGS = 4
-_MOST_SKIPPED = 256  # rows that are held at a time while others are skipped
+_MOST_SKIPPED = 256  # number of rows to read at a time while skipping
 
 
 def numbered_rows(
     open_shard: Callable[[str, int], Iterator[Any]], shard: Shard, start: int, skips: bool = False
 ) -> Iterator[Numbered]:
-    """Yield the rows of a shard from `start` on, each with its number; `DROPPED` for a row that is left out.
+    """Yield a shard's rows from row `start` on with their numbers. Yield `DROPPED` in place of a skipped row.
 
     Args:
         open_shard: Opens a shard at a row, like `Stream.open`.
         shard: The shard.
-        start: The number of the first row.
-        skips: True to leave out a row that cannot be read, or the rest of the shard if the next rows cannot be read
-            either.
+        start: Number of the first row.
+        skips: Whether to skip unreadable rows. After several consecutive unreadable rows, the rest of the shard is
+            skipped.
 
     Raises:
-        StreamError: The shard cannot be read, or does not have the number of rows that it claimed.
+        StreamError: The shard cannot be read, or its number of rows differs from `shard.num_rows`.
     """
     number, num_tries, said = start, 0, shard.num_rows
     while True:
@@ -52,12 +52,12 @@ def numbered_rows(
             for row in rows:
                 number, num_tries = number + 1, 0
                 if number == said:
-                    number += sum(1 for _ in rows)  # none, unless the shard has changed
+                    number += sum(1 for _ in rows)  # adds 0 unless the shard has changed
                     if number > said:
                         break
                 yield number - 1, row
             break
-        except Exception as error:  # a stream of the user may raise anything
+        except Exception as error:  # a user's stream may raise any exception
             what = f"cannot be read from row {number} on"
             failed = StreamError(f"shard {shard.name!r} {what}: {type(error).__name__}: {error}")
             if not skips:
@@ -78,15 +78,15 @@ def numbered_rows(
 
 
 class OpenShards:
-    """Opens shards for the lanes of one process.
+    """Opens shards for the lanes of one process. Lanes that share a shard also share its reader.
 
     Args:
-        stream: The source of the rows.
-        shards: Its shards.
-        lanes: Defines what each lane reads.
+        stream: Source of the rows.
+        shards: The shards of `stream`.
+        lanes: Defines the parts of each lane.
         expected: The lanes that this process reads.
         block: Number of rows that a lane reads at a time.
-        skips: True to leave out rows that cannot be read.
+        skips: Whether to skip unreadable rows.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class OpenShards:
     ) -> None:
         self._stream, self._shards, self._skips = stream, shards, skips
         self._lanes, self._expected, self._block = lanes, expected, block
-        self._readings: dict[int, list[_Reading]] = {}  # of shared shards; the last one was used most recently
+        self._readings: dict[int, list[_Reading]] = {}  # readings of each shared shard, most recently used last
 
     def rows(self, part: LanePart, start: int) -> Iterator[Numbered]:
-        """Return the rows of a part of a lane, with their numbers, from row `start` of the shard on.
+        """Return the rows of a lane's part with their numbers, from row `start` of the shard on.
 
         Raises:
-            StreamError: The shard cannot be read, or does not have the number of rows that it claimed.
+            StreamError: The shard cannot be read, or its number of rows differs from `Shard.num_rows`.
         """
         if part.step == 1:
             return numbered_rows(self._stream.open, self._shards[part.shard], start, self._skips)
@@ -121,7 +121,7 @@ class OpenShards:
                 reading = self._reading(part, at)
 
     def _reading(self, part: LanePart, at: int) -> _Reading:
-        """Return a reading that will reach a row soon, or has kept it; if there is none, read the shard again."""
+        """Return a reading that has buffered row `at` or will reach it soon. If there is none, open the shard again."""
         readings = self._readings.setdefault(part.shard, [])
         found = next((each for each in reversed(readings) if each.has(part.first, at)), None)
         if found is None:
@@ -135,13 +135,13 @@ class OpenShards:
     def _new(self, part: LanePart, at: int) -> _Reading:
         ends = [parts[-1] for parts in map(self._lanes.all_parts.__getitem__, self._expected)]
         readers = {each.first for each in ends if each.shard == part.shard}
-        # Other lanes may be some rows behind this one, because of the rows read at a time and of their turns.
+        # Start early: other lanes may be some rows behind, because lanes read whole blocks and take turns.
         start = max(0, (at // part.step - self._block) * part.step)
         num_kept = 2 * self._block + _NUM_KEPT
         reading = _Reading(part.step, start, readers, num_kept)
 
         def open_shard(name: str, number: int) -> Iterator[Any]:
-            if self._skips:  # so that all workers find the same rows unreadable
+            if self._skips:  # `open_some` may not read all rows, but all workers must find the same rows unreadable
                 return self._stream.open(name, number)
             return self._stream.open_some(name, number, reading.is_needed)
 
@@ -150,13 +150,13 @@ class OpenShards:
 
 
 class _Reading:
-    """One reading of a shard. Rows that are read on the way to another one wait for their lanes.
+    """One sequential reading of a shared shard. Rows are buffered until their lanes need them.
 
     Args:
-        step: Distance between two rows of a lane.
-        start: Where the reading begins.
-        readers: The first rows of the lanes for which rows wait.
-        num_kept: How many rows may wait for a lane.
+        step: Distance between consecutive rows of a lane.
+        start: Row number at which the reading begins.
+        readers: The lanes for which to buffer rows, identified by their first row in the shard.
+        num_kept: Maximum number of buffered rows per lane.
 
     Attributes:
         source: The rows from `start` on.
@@ -170,18 +170,18 @@ class _Reading:
         self._next = start
 
     def is_needed(self, number: int) -> bool:
-        """Return True if a row belongs to one of these lanes."""
+        """Return True if rows are buffered for the lane of this row."""
         return number % self._step in self._waiting
 
     def has(self, first: int, at: int) -> bool:
-        """Return True if this reading will reach row `at` soon, or has kept it."""
+        """Return True if this reading has buffered row `at` of the lane, or will reach it soon."""
         waiting = self._waiting.get(first)
         if waiting and waiting[0][0] <= at <= waiting[-1][0]:
             return True
         return self._next <= at <= self._next + self._num_kept * self._step
 
     def row(self, first: int, at: int) -> Numbered | None:
-        """Return row `at` of a lane; None after the end."""
+        """Return row `at` of a lane, or None after the end of the shard."""
         waiting = self._waiting.setdefault(first, deque())
         while waiting and waiting[0][0] < at:
             waiting.popleft()
@@ -202,30 +202,30 @@ class _Reading:
             return
         waiting.append(row)
         if len(waiting) > self._num_kept:
-            del self._waiting[first]  # that lane is far behind
+            del self._waiting[first]  # the lane is too far behind; stop buffering for it
 
 
 LaneRow: TypeAlias = tuple[int, int, Any]
-"""The number of the part of a row, its number in the shard, and the row."""
+"""Index of the row's part in the lane, the row's number in the shard, and the row."""
 
 
 class LaneReader:
     """Reads one lane, row by row.
 
-    Rows are mixed block by block. The content and order of a block follow from its first row, so a block that is read
-    again is the same. Without mixing, a block is whatever is needed next.
+    Rows are shuffled block by block. A block's content and order depend only on its first row, so rereading a block
+    gives the same rows. Without shuffling, blocks have arbitrary sizes.
 
     Args:
         parts: The parts of the lane.
-        names: Name of the shard of each part.
+        names: The shard name of each part.
         open_part: Opens a part at a row of its shard.
         steps: The steps up to the last filter.
-        block: Number of rows that are mixed with each other.
-        position: Where to begin.
-        skips: True to leave out rows for which a step fails.
+        block: Number of rows that are shuffled together; 1 to not shuffle.
+        position: Position at which to start.
+        skips: Whether to skip rows for which a step fails.
 
     Attributes:
-        names: As in the arguments.
+        names: The shard name of each part.
     """
 
     def __init__(
@@ -243,8 +243,8 @@ class LaneReader:
         self._steps, self._block, self._skips = steps, block, skips
         self._left_out = position.left_out
         self._waiting: deque[LaneRow] = deque()
-        self._blocks: deque[tuple[LanePosition, int]] = deque()  # start and length of each block with waiting rows
-        self._num_taken = 0  # rows of the first of these blocks
+        self._blocks: deque[tuple[LanePosition, int]] = deque()  # start and length of each block with buffered rows
+        self._num_taken = 0  # number of rows already taken from the first of these blocks
         self._next_block = position._replace(skip=0)
         self._counted = self._from(self._next_block)
         self.skip(position.skip)
@@ -255,13 +255,13 @@ class LaneReader:
         return self._blocks[0][0]._replace(skip=self._num_taken) if self._blocks else self._next_block
 
     def peek(self, num_rows: int) -> int:
-        """Return how many rows are left, up to `num_rows`."""
+        """Return how many rows are left, but at most `num_rows`."""
         while (num_wanted := num_rows - len(self._waiting)) > 0 and self._read_block(num_wanted):
             pass
         return min(len(self._waiting), num_rows)
 
     def read(self, num_rows: int) -> list[LaneRow]:
-        """Return the next rows; fewer at the end of the lane."""
+        """Return the next `num_rows` rows, or fewer at the end of the lane."""
         num_rows = self.peek(num_rows)
         self._num_taken += num_rows
         while self._blocks and self._num_taken >= self._blocks[0][1]:
@@ -269,12 +269,12 @@ class LaneReader:
         return [self._waiting.popleft() for _ in range(num_rows)]
 
     def skip(self, num_rows: int) -> None:
-        """Skip the next rows."""
+        """Skip the next `num_rows` rows."""
         while num_rows and (num_passed := len(self.read(min(num_rows, _MOST_SKIPPED)))):
             num_rows -= num_passed
 
     def _read_block(self, num_wanted: int) -> bool:
-        """Read more rows. Return False if there were none."""
+        """Read and buffer the next block. Return False at the end of the lane."""
         num_rows = num_wanted if self._block == 1 else self._block
         found, begin = list(islice(self._counted, num_rows)), self._next_block
         part, after = (found[-1][0], found[-1][1] + 1) if len(found) == num_rows else (len(self._parts), 0)
@@ -290,7 +290,7 @@ class LaneReader:
         return True
 
     def _from(self, position: LanePosition) -> Iterator[LaneRow]:
-        """Yield each row that passes the filters."""
+        """Yield the rows from `position` on that pass the filters."""
         start, has_steps = position.row, bool(self._steps.steps)
         for number in range(position.part, len(self._parts)):
             for at, row in self._open_part(self._parts[number], start):
@@ -312,17 +312,17 @@ class LaneReader:
 
 
 Place: TypeAlias = int | LanePosition
-"""The place of a lane: the number of its rows that were dealt, if its position follows from it, or the position."""
+"""A place in a lane: the number of dealt rows if the position can be computed from it, otherwise the position."""
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The position of a pass, after a global batch. It is valid for any number of workers.
+    """A position in a pass, after a global batch. It is valid for any number of workers.
 
     Attributes:
-        num_rows: Number of rows in the global batches so far.
-        turn: The next turn, which says from which lane to deal.
-        lanes: Position of each lane; None if they follow from `num_rows`.
+        num_rows: Number of rows in all global batches so far.
+        turn: The next turn. It determines from which lane to deal next.
+        lanes: The position in each lane, or None if the positions can be computed from `num_rows`.
     """
 
     num_rows: int = 0
@@ -331,7 +331,7 @@ class StreamPosition:
 
     @property
     def left_out(self) -> int:
-        """Number of rows that could not be read and were left out."""
+        """Number of rows that were skipped because of errors."""
         return sum(lane.left_out for lane in self.lanes or ())
 
 
@@ -341,9 +341,9 @@ class StreamPass:
 
     Attributes:
         stream: The stream.
-        shards: Its shards.
+        shards: The stream's shards.
         pass_index: Index of the pass, from 0.
-        seed: Seed of the training.
+        seed: The training's seed.
         num_lanes: Number of lanes.
     """
 
@@ -355,7 +355,7 @@ class StreamPass:
 
     @property
     def block(self) -> int:
-        """Number of rows of a lane that are mixed with each other."""
+        """Number of rows of a lane that are shuffled together; 1 if the stream is not shuffled."""
         return 1 if self.stream.buffer == 1 else max(2, -(-self.stream.buffer // self.num_lanes))
 
     @property
@@ -365,36 +365,36 @@ class StreamPass:
 
     @cached_property
     def lanes(self) -> Lanes:
-        """The lanes, and what each of them reads."""
+        """The lanes and their parts, in shuffled order if the stream is shuffled."""
         order, turns = list(range(len(self.shards))), list(range(self.num_lanes))
         if self.stream.buffer == 1:
             return Lanes(order, self.num_lanes)
         chance = random.Random(digest(self._seed))
         chance.shuffle(order)
-        chance.shuffle(turns)  # otherwise a small batch would have rows of the same lanes in each pass
+        chance.shuffle(turns)  # otherwise, small batches would take rows from the same lanes in each pass
         return Lanes(order, self.num_lanes, turns)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Number of rows of each lane. Only if lengths are known."""
+        """Number of rows in each lane. Requires known shard lengths."""
         return self.lanes.lengths(self._of_shards)
 
     def dealt(self, num_rows: int) -> DealtRows:
-        """Return what the lanes have given after so many rows. Only if lengths are known."""
+        """Return the number of rows from each lane after `num_rows` rows in total. Requires known shard lengths."""
         return deal(num_rows, self.lengths, turn=0)
 
     def position(self, lane: int, place: Place) -> LanePosition:
-        """Return the position of a lane at a place."""
+        """Convert a place in a lane to a position."""
         if isinstance(place, LanePosition):
             return place
         return self.lanes.position(lane, place, self._of_shards, self.block)
 
     def open_shards(self, expected: Collection[int]) -> OpenShards:
-        """Return an `OpenShards` for these lanes. Opens no shard yet."""
+        """Return an `OpenShards` for the given lanes. It opens no shard yet."""
         return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block, self.stream.skips)
 
     def reader(self, lane: int, opened: OpenShards, position: LanePosition) -> LaneReader:
-        """Return a reader of a lane."""
+        """Return a reader for a lane that starts at `position`."""
         parts = self.lanes.all_parts[lane]
         names = [self.shards[part.shard].name for part in parts]
         steps = RowSteps(self.stream.steps[: self.stream.num_to_count], self._seed)
@@ -402,7 +402,7 @@ class StreamPass:
 
     @property
     def last_steps(self) -> RowSteps:
-        """The steps after the last filter. They run only on rows that are used."""
+        """The steps after the last filter. They run only on rows that the worker uses."""
         first = self.stream.num_to_count
         return RowSteps(self.stream.steps[first:], self._seed, first)
 

@@ -1,10 +1,10 @@
-"""Lanes: a fixed number of sequences of rows through the shards of a stream, whatever the number of workers.
+"""Lanes: a fixed number of row sequences through a stream's shards, independent of the number of workers.
 
-Shards are given to lanes in rounds, one to each lane. In the last round, if there are fewer shards than lanes,
-neighboring lanes share a shard: each reads every k-th row. So all lanes have about the same number of rows, however
-many shards there are.
+Shards are assigned to lanes in rounds, one shard per lane. In the last round, if there are fewer shards than lanes,
+neighboring lanes share a shard, and each reads every k-th row. All lanes therefore have about the same number of rows,
+however many shards there are.
 
-Global batches are dealt from the lanes in turn, row by row. This module calculates with counts only, without any data.
+Global batches are dealt from the lanes in turn, row by row. This module computes with row counts only, not with data.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ NUM_LANES = 64
 
 
 class LanePart(NamedTuple):
-    """The rows of one shard that a lane reads.
+    """The rows that a lane reads from one shard.
 
     Attributes:
         shard: Index of the shard.
-        first: First row of the lane in it.
-        step: Distance between two rows of the lane.
+        first: The lane's first row in the shard.
+        step: Distance between consecutive rows of the lane.
     """
 
     shard: int
@@ -32,11 +32,11 @@ class LanePart(NamedTuple):
     step: int = 1
 
     def num_rows(self, of_shard: int) -> int:
-        """Return how many rows of a shard of this length belong to the lane."""
+        """Return how many rows belong to the lane if the shard has `of_shard` rows."""
         return max(0, -(-(of_shard - self.first) // self.step))
 
     def next_row(self, row: int) -> int:
-        """Return the first row of the lane that is not before `row`."""
+        """Return the lane's first row at or after `row`."""
         return max(self.first, row + (self.first - row) % self.step)
 
 
@@ -44,10 +44,10 @@ class LanePosition(NamedTuple):
     """A position in a lane.
 
     Attributes:
-        part: Index of the part of the lane.
-        row: Number of the row in the shard from which to read.
-        skip: Number of rows to skip from there, counted after filters and in mixed order.
-        left_out: Number of rows of the lane before `row` that could not be read and were left out.
+        part: Index of the current part of the lane.
+        row: Row number in the shard at which to start reading.
+        skip: Number of rows to skip from there, counted after filters and in shuffled order.
+        left_out: Number of rows of the lane before `row` that were skipped because of errors.
     """
 
     part: int = 0
@@ -63,8 +63,8 @@ class Lanes:
     Attributes:
         order: Indices of the shards, in the order of the pass.
         num_lanes: Number of lanes.
-        turns: Turns in which lanes that share a shard divide its rows. None for the turns in which rows are dealt,
-            which keeps the rows in order.
+        turns: Turn of each lane, which decides the order in which lanes take rows from a shared shard. Default: the
+            turns in which rows are dealt, which preserves the order of rows.
 
     Examples:
         >>> lanes = Lanes(order=[0, 1, 2, 3, 4, 5], num_lanes=4)
@@ -79,7 +79,7 @@ class Lanes:
     turns: Sequence[int] | None = None
 
     def parts(self, lane: int) -> list[LanePart]:
-        """Return the parts that a lane reads one after the other."""
+        """Return the parts of a lane, in reading order."""
         num_whole, num_left = divmod(len(self.order), self.num_lanes)
         whole = [LanePart(self.order[turn * self.num_lanes + lane]) for turn in range(num_whole)]
         if not num_left:
@@ -91,14 +91,14 @@ class Lanes:
 
     @cached_property
     def _turns(self) -> list[int]:
-        """Turn of each lane. The first row of a shared shard goes to the lane whose turn comes first."""
+        """The turn of each lane. The first row of a shared shard goes to the lane whose turn comes first."""
         if self.turns is not None:
             return list(self.turns)
         return [turn for _, turn in sorted(zip(spread_order(self.num_lanes), range(self.num_lanes), strict=True))]
 
     @cached_property
     def all_parts(self) -> list[list[LanePart]]:
-        """Parts of each lane."""
+        """The parts of each lane."""
         return [self.parts(lane) for lane in range(self.num_lanes)]
 
     def lengths(self, of_shards: Sequence[int]) -> list[int]:
@@ -106,13 +106,14 @@ class Lanes:
         return [sum(part.num_rows(of_shards[part.shard]) for part in parts) for parts in self.all_parts]
 
     def position(self, lane: int, count: int, of_shards: Sequence[int], block: int) -> LanePosition:
-        """Return the position of a lane after some rows. All lengths have to be known.
+        """Return a lane's position after `count` rows. Requires that all shard lengths are known.
 
         Args:
             lane: The lane.
-            count: Number of its rows that were used.
+            count: Number of rows used from the lane.
             of_shards: Lengths of the shards.
-            block: Number of rows that are mixed with each other. A position starts with a whole block.
+            block: Number of rows that are shuffled together. A position consists of the start of a block and a number
+                of rows to skip.
         """
         skip = count % block
         left = count - skip
@@ -126,9 +127,9 @@ class Lanes:
 
 
 def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
-    """Return the lanes that a worker watches. It trains on rows of these and of a few other lanes.
+    """Return the lanes that a worker watches. It trains on rows from these lanes and from a few other lanes.
 
-    Each lane has one such worker.
+    Each lane is watched by exactly one worker.
 
     Raises:
         ValueError: There are more workers than lanes.
@@ -140,9 +141,9 @@ def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
 
 
 def spread_order(num_lanes: int) -> list[int]:
-    """Return the lanes in the order of their turns. Lanes with consecutive turns are far from each other.
+    """Return the lanes in the order of their turns. Lanes with consecutive turns have distant indices.
 
-    So the rows of a few turns come about equally from all parts of the lanes, and workers keep to their lanes.
+    The rows of a few turns therefore come evenly from the whole range of lanes, so workers mostly read their own lanes.
 
     >>> spread_order(8)
     [0, 4, 2, 6, 1, 5, 3, 7]
@@ -151,14 +152,14 @@ def spread_order(num_lanes: int) -> list[int]:
 
 
 def _binary_digits(number: int, end: int) -> Iterator[int]:
-    """Yield the binary digits of a number, last digit first."""
+    """Yield the binary digits of a number below `end`, least significant digit first."""
     while end > 1:
         yield number % 2
         number, end = number // 2, (end + 1) // 2
 
 
 ENDLESS = 2**62
-"""Number of rows of a lane whose end is not known or not near."""
+"""Stands for the number of rows left in a lane whose end is unknown."""
 
 
 class DealtRows(NamedTuple):
@@ -166,7 +167,7 @@ class DealtRows(NamedTuple):
 
     Attributes:
         counts: Number of rows from each lane.
-        turn: The next turn.
+        turn: The turn at which the next global batch starts.
     """
 
     counts: list[int]
@@ -174,17 +175,17 @@ class DealtRows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows from all lanes."""
+        """Total number of rows from all lanes."""
         return sum(self.counts)
 
 
 def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
-    """Deal rows from the lanes in turn, one by one. Lanes without rows are passed over.
+    """Deal rows from the lanes in turn, one by one. Skip lanes that have no rows left.
 
     Args:
         num_rows: Number of rows to deal. Fewer are dealt only if all lanes run dry.
-        left: Number of rows that each lane has left.
-        turn: The first turn.
+        left: Number of rows left in each lane.
+        turn: The turn at which to start.
 
     >>> deal(5, left=[9, 9, 1, 9], turn=0)
     DealtRows(counts=[2, 1, 1, 1], turn=1)
@@ -197,7 +198,7 @@ def deal(num_rows: int, left: Sequence[int], turn: int) -> DealtRows:
         live = [(place, lane) for place, lane in enumerate(order) if counts[lane] < left[lane]]
         if not live:
             break
-        # Deal whole rounds at once, up to the first lane that runs dry; then a round that is not whole.
+        # Deal as many whole rounds as possible until a lane runs dry. Deal a partial round last.
         rounds = min(num_rows // len(live), *(left[lane] - counts[lane] for _, lane in live))
         dealt = live if rounds else live[:num_rows]
         for _, lane in dealt:
@@ -213,12 +214,12 @@ def _order(num_lanes: int) -> list[int]:
 
 
 class LaneSlice(NamedTuple):
-    """A run of rows of one lane in a global batch.
+    """Consecutive rows of one lane in a global batch.
 
     Attributes:
         lane: The lane.
-        start: First row, counted from the lane's first row in this batch.
-        stop: End of the run (exclusive).
+        start: First row, counted from the lane's first row in this global batch.
+        stop: End of the rows (exclusive).
     """
 
     lane: int
@@ -227,7 +228,7 @@ class LaneSlice(NamedTuple):
 
 
 def slices(counts: Sequence[int], start: int, stop: int) -> list[LaneSlice]:
-    """Return the rows `start` to `stop` of a global batch as slices of lanes. A global batch has lower lanes first.
+    """Return the rows `start` to `stop` of a global batch as lane slices. Rows in a global batch are sorted by lane.
 
     >>> slices([2, 0, 3, 1], start=1, stop=4)
     [LaneSlice(lane=0, start=1, stop=2), LaneSlice(lane=2, start=0, stop=2)]

@@ -1,4 +1,4 @@
-"""`Stream`: data without an index, as the rows of named shards, and the steps that rows go through."""
+"""`Stream`: data without random access, as rows in named shards, and the steps applied to the rows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from raysgd.core.numbers.seeds import digest
 from raysgd.exceptions import StreamError
 
 logger = logging.getLogger(__name__)
-_MOST_WARNINGS = 10  # in one process
+_MOST_WARNINGS = 10  # per process
 
 
 class Shard(NamedTuple):
-    """A part of a stream that can be read separately, such as a file.
+    """A part of a stream that can be read independently, such as a file.
 
     Attributes:
-        name: Its name, which no other shard has.
-        num_rows: Number of its rows; None if it is not known before they are read.
-        version: Anything that changes with its rows, such as a checksum. A position in another version is refused.
+        name: Unique name of the shard.
+        num_rows: Number of rows in the shard, or None if it is unknown before reading.
+        version: String that changes with the rows, such as a checksum. A position saved with another version is
+            rejected.
     """
 
     name: str
@@ -33,9 +34,9 @@ class Shard(NamedTuple):
 
 
 class Stream(ABC):
-    """Rows in shards. A subclass lists the shards, and opens a shard at a row.
+    """Base class of streams: rows in shards. Subclasses implement `shards` and `open`.
 
-    Both must give the same result in every process and every run, because a position in a stream counts rows.
+    Both methods must give the same result in every process and every run, because a position in a stream counts rows.
 
     Examples:
         >>> class Numbers(Stream):
@@ -51,63 +52,64 @@ class Stream(ABC):
 
     @abstractmethod
     def shards(self) -> Sequence[Shard]:
-        """Return all shards, in the order in which they are read."""
+        """Return all shards in reading order."""
 
     @abstractmethod
     def open(self, shard: str, start: int) -> Iterator[Any]:
-        """Return the rows of a shard from row `start` on. The first row has the number 0.
+        """Return the rows of a shard from row `start` on, counted from 0.
 
         Raises:
-            ValueError: The shard has fewer rows than `start`.
+            ValueError: The shard has fewer than `start` rows.
         """
 
     def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """Return the rows like `open`. A row that is not needed here may be replaced by anything.
+        """Return the rows like `open`, but with any value in place of rows that this process does not need.
 
-        Called for a shard that several workers share. Override it if skipping a row can be cheaper than reading it.
+        This method is called for shards that several workers share. Override it if skipping a row is cheaper than
+        reading it.
 
         Args:
-            shard: As for `open`.
-            start: As for `open`.
-            is_needed: Takes the number of a row, just before it is made, and returns True if the row is needed.
+            shard: Name of the shard.
+            start: Number of the first row.
+            is_needed: Takes a row number and returns True if the row is needed. Call it right before producing the row.
         """
         return self.open(shard, start)
 
     def map(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
-        """Return the stream with each row replaced by `function(row)`.
+        """Replace each row by `function(row)`.
 
-        If the function draws random numbers, use `seeded`. Otherwise a row that is read again, for example after a
-        failure, may come out differently.
+        If the function draws random numbers, use `seeded`. Otherwise, a row that is reread, for example after a
+        failure, may be transformed differently.
 
         Args:
-            function: Called with a row, in the worker that trains on it.
-            seeded: True to call it with `(row, generator)`: a NumPy generator whose seed depends on the row, the pass
-                and the seed of the training.
+            function: Function of a row. It runs in the worker that trains on the row.
+            seeded: Whether to call `function(row, generator)` with a NumPy generator. Its seed depends on the row, the
+                epoch and the training's seed.
 
         Raises:
-            TypeError: It cannot be called.
-            ValueError: The rows are in batches already.
+            TypeError: `function` is not callable.
+            ValueError: The stream is already batched.
         """
         return self._with_step("map", function, seeded)
 
     def filter(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
-        """Return the stream without the rows for which `function` is false. Arguments and errors are those of `map`.
+        """Keep only the rows for which `function` returns true. Arguments and errors are the same as for `map`.
 
-        The function runs in each worker that reads the row, so it may run more than once.
+        The function runs in every worker that reads the row, so it may run more than once per row.
         """
         return self._with_step("filter", function, seeded)
 
     def shuffle(self, buffer: int, seed: int | None = None) -> Pipeline:
-        """Return the stream in a different order in each pass: of the shards, and of rows that are near each other.
+        """Shuffle the stream differently in each epoch: the order of the shards, and rows within a buffer.
 
-        It may be called anywhere in the chain, with the same result.
+        The result does not depend on where in the chain you call this method.
 
         Args:
-            buffer: Number of rows that all workers together hold to mix them; at least two for each lane.
-            seed: Seed of the order. None for the seed of the training.
+            buffer: Number of rows that all workers together buffer for shuffling. Each lane uses at least two.
+            seed: Seed of the order. Default: the training's seed.
 
         Raises:
-            ValueError: `buffer` is not a positive number, or the stream is already shuffled, or cut off by `take`.
+            ValueError: `buffer` is not a positive integer, or the stream is already shuffled or limited by `take`.
         """
         check_count("buffer", buffer, "It is the number of rows to mix.")
         if seed is not None:
@@ -118,10 +120,10 @@ class Stream(ABC):
         return replace(rows, buffer=buffer, seed=seed)
 
     def take(self, num_rows: int) -> Pipeline:
-        """Return the stream with only the first `num_rows` rows of each pass, of all workers together.
+        """Limit each epoch to the first `num_rows` rows over all workers.
 
         Raises:
-            ValueError: `num_rows` is not a positive number.
+            ValueError: `num_rows` is not a positive integer.
         """
         check_count("num_rows", num_rows, "It is the number of rows in a pass.")
         rows = self._of_rows("take")
@@ -137,23 +139,22 @@ class Stream(ABC):
         prefetch: int = 2,
         on_error: str = "raise",
     ) -> Pipeline:
-        """Return the stream in global batches. This is the last call in a chain.
+        """Group the rows into global batches. This must be the last call in a chain.
 
         Args:
-            size: Number of rows in a global batch, of all workers together, however many there are.
-            drop_last: True to leave out a last global batch that is not full.
-            collate: Makes a batch of a list of rows. None for the framework's usual function. With several loader
-                processes, the worker itself calls it. A batch counts by its rows unless the operator gives it another
-                weight.
-            num_workers: Number of loader processes of each worker. With 0, the worker loads each batch when it is
-                needed.
-            prefetch: How many global batches they load in advance.
-            on_error: What happens if a row cannot be read, or a function fails for it: "raise", or "skip" to leave it
-                out. Warnings and `status()` say how many rows were left out.
+            size: Number of rows in a global batch, over all workers. It does not depend on the number of workers.
+            drop_last: Whether to drop the last global batch if it is incomplete.
+            collate: Function that collates a list of rows into a batch. Default: the framework's standard function.
+                With several loader processes, the worker itself calls it. A batch is weighted by its number of rows
+                unless the operator returns another weight.
+            num_workers: Number of loader processes per worker. With 0, the worker loads each batch when it needs it.
+            prefetch: Number of global batches that the loader processes load in advance.
+            on_error: What to do if a row cannot be read or a function fails for it: "raise", or "skip" the row.
+                Warnings and `status()` report the number of skipped rows.
 
         Raises:
-            TypeError: `collate` cannot be called.
-            ValueError: A number is out of range, or the rows are in batches already.
+            TypeError: `collate` is not callable.
+            ValueError: A number is out of range, or the stream is already batched.
         """
         check_count("size", size, "It is the number of rows of all workers together in a step.")
         refuse_text(drop_last=drop_last)
@@ -183,7 +184,7 @@ class Stream(ABC):
         return replace(rows, steps=(*rows.steps, RowStep(function, is_filter, is_seeded)))
 
     def _of_rows(self, name: str) -> Pipeline:
-        """Return the stream for a method that works on rows. Refuse one that is in batches."""
+        """Return the stream for a method that processes rows. Raise a `ValueError` if it is already batched."""
         rows = self._pipeline()
         if rows.batch_size is not None:
             raise ValueError(f"`{name}` after `batch`: `{name}` works on rows, so call it before `batch`.")
@@ -193,10 +194,10 @@ class Stream(ABC):
         return self if isinstance(self, Pipeline) else Pipeline(self)
 
     def __len__(self) -> int:
-        """Return the number of rows in a pass; after `batch`, the number of global batches.
+        """Return the number of rows per epoch. After `batch`, return the number of global batches.
 
         Raises:
-            TypeError: It is not known.
+            TypeError: The length is unknown.
         """
         num_rows = total(self.shards())
         if num_rows is None:
@@ -204,21 +205,21 @@ class Stream(ABC):
         return num_rows
 
     def __bool__(self) -> bool:
-        return True  # otherwise the truth value would need the length, which may not be known
+        return True  # by default, Python would call `__len__`, which raises if the length is unknown
 
 
 def total(shards: Sequence[Shard]) -> int | None:
-    """Return the number of rows of all shards; None if that of one is not known."""
+    """Return the total number of rows, or None if the length of any shard is unknown."""
     lengths = [shard.num_rows for shard in shards]
     return None if None in lengths else sum(length or 0 for length in lengths)
 
 
 def check_shards(stream: Stream) -> list[Shard]:
-    """Return the shards of a stream.
+    """Return a stream's shards after validating them.
 
     Raises:
-        TypeError: One is not a `Shard`.
-        ValueError: There are none, or two have the same name, or a length is negative.
+        TypeError: `shards()` returned an object that is not a `Shard`.
+        ValueError: There are no shards, two shards have the same name, or a length is negative.
     """
     shards = list(stream.shards())
     for shard in shards:
@@ -239,10 +240,10 @@ RowT = TypeVar("RowT")
 
 
 def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
-    """Skip the rows of a shard before `start` and return the rest. The iterator is at row number `at`.
+    """Advance an iterator over a shard's rows to row `start` and return it. `at` is the number of its next row.
 
     Raises:
-        ValueError: There are fewer rows.
+        ValueError: The shard has fewer than `start` rows.
     """
     at += sum(1 for _ in islice(rows, start - at))
     if at < start:
@@ -253,11 +254,11 @@ def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
 _NUM_WARNINGS = itertools.count()
 
 DROPPED = object()
-"""Stands for a row that a filter dropped."""
+"""Placeholder for a row that a filter dropped or that was skipped because of an error."""
 
 
 def warn_of_row(error: StreamError) -> None:
-    """Warn of a row that is left out. After some warnings, rows are only counted."""
+    """Log a warning about a skipped row. After a few warnings per process, stop logging such rows."""
     number = next(_NUM_WARNINGS)
     if number < _MOST_WARNINGS:
         more = "; further skipped rows are counted, but not logged" if number == _MOST_WARNINGS - 1 else ""
@@ -265,12 +266,12 @@ def warn_of_row(error: StreamError) -> None:
 
 
 class RowStep(NamedTuple):
-    """A function that is called with each row.
+    """A function to call with each row.
 
     Attributes:
-        function: The function.
-        is_filter: True if its result says whether to keep the row. Otherwise the result replaces the row.
-        is_seeded: True if it also takes a generator of random numbers.
+        function: The user's function.
+        is_filter: True if the function's result decides whether to keep the row. Otherwise, it replaces the row.
+        is_seeded: True if the function also takes a random number generator.
     """
 
     function: Callable[..., Any]
@@ -280,12 +281,12 @@ class RowStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSteps:
-    """Steps that each row goes through, one after the other.
+    """Applies a sequence of steps to rows.
 
     Attributes:
-        steps: The steps.
-        seed: Seed of the random numbers of this pass.
-        first: Index of the first step in the stream.
+        steps: The steps, in order.
+        seed: Seed for random numbers in this pass.
+        first: Index of `steps[0]` among all steps of the stream.
     """
 
     steps: Sequence[RowStep]
@@ -293,12 +294,12 @@ class RowSteps:
     first: int = 0
 
     def __call__(self, row: Any, shard: str, number: int) -> Any:
-        """Return a row after all steps, or `DROPPED`.
+        """Apply all steps to a row. Return the result, or `DROPPED` if a filter drops the row.
 
         Args:
             row: The row.
-            shard: Name of its shard.
-            number: Its number in the shard.
+            shard: Name of the row's shard.
+            number: The row's number in the shard.
 
         Raises:
             StreamError: A step failed.
@@ -316,7 +317,7 @@ class RowSteps:
                     row = result
                 elif not result:
                     return DROPPED
-        except Exception as error:  # a function of the user may raise anything
+        except Exception as error:  # a user's function may raise any exception
             name = getattr(function, "__name__", type(function).__name__)
             what = f"`{name}` failed with {type(error).__name__}: {error}"
             raise StreamError(f"shard {shard!r}, row {number}: {what}") from error
@@ -325,20 +326,20 @@ class RowSteps:
 
 @dataclass(frozen=True)
 class Pipeline(Stream):
-    """A stream with the steps for its rows. The methods of `Stream` make it.
+    """A stream with steps and batching options. The methods of `Stream` return it.
 
     Attributes:
-        source: The source of the rows.
-        steps: Functions and filters.
-        buffer: Number of rows that all workers together mix; 1 for the order of the source.
-        seed: Seed of the order; None for the seed of the training.
-        limit: Largest number of rows in a pass; None for all.
-        batch_size: Number of rows in a global batch; None before `batch`.
-        drop_last: True to leave out a last global batch that is not full.
-        collate: Makes a batch of a list of rows; None for the framework's usual function.
-        num_workers: Number of loader processes of a worker; 0 for none.
-        prefetch: How many global batches they make in advance.
-        skips: True to leave out rows that cannot be read, or for which a step fails.
+        source: Source of the rows.
+        steps: Functions and filters, in order.
+        buffer: Number of rows that all workers together buffer for shuffling; 1 if the stream is not shuffled.
+        seed: Seed of the order, or None for the training's seed.
+        limit: Maximum number of rows per epoch, or None for no limit.
+        batch_size: Number of rows in a global batch, or None before `batch`.
+        drop_last: Whether to drop the last global batch if it is incomplete.
+        collate: Function that collates a list of rows into a batch, or None for the framework's standard function.
+        num_workers: Number of loader processes per worker.
+        prefetch: Number of global batches that the loader processes load in advance.
+        skips: Whether to skip rows that cannot be read or for which a step fails.
     """
 
     source: Stream
@@ -357,7 +358,7 @@ class Pipeline(Stream):
         return self.source.shards()
 
     def open(self, shard: str, start: int) -> Iterator[Any]:
-        """Return the rows of a shard after all steps, from row `start` of the source on, in the order of the source."""
+        """Return a shard's rows after all steps, from row `start` of the source on, without shuffling."""
         steps = RowSteps(self.steps, seed=f"{self.seed or 0}/0")
         for number, row in enumerate(self.source.open(shard, start), start):
             prepared = steps(row, shard, number)
@@ -366,7 +367,7 @@ class Pipeline(Stream):
 
     @property
     def num_to_count(self) -> int:
-        """Number of steps that decide which rows remain, up to the last filter; with `skips`, all steps."""
+        """Number of steps that must run to know which rows remain: up to the last filter, or all steps with `skips`."""
         return (
             len(self.steps)
             if self.skips
@@ -375,11 +376,11 @@ class Pipeline(Stream):
 
     @property
     def keeps_rows(self) -> bool:
-        """True if no row is left out."""
+        """True if every row of the source remains, because nothing filters or skips rows."""
         return not self.skips and not self.num_to_count
 
     def num_rows(self, shards: Sequence[Shard]) -> int | None:
-        """Return the number of rows in a pass over these shards; None if it is not known."""
+        """Return the number of rows in a pass over these shards, or None if it is unknown."""
         of_shards = total(shards) if self.keeps_rows else None
         return of_shards if of_shards is None or self.limit is None else min(of_shards, self.limit)
 

@@ -1,12 +1,12 @@
-"""Class-based distributed training for TensorFlow: Keras 3 and tf_keras.
+"""Class-based distributed training for TensorFlow, with Keras 3 or tf_keras.
 
-What it guarantees:
+This package guarantees:
 
-* One optimizer step of N workers equals the step of one process on the global batch, even if the shares are uneven.
-* `train()` and `validate()` return the same numbers with any number of workers as with one process.
-* If a worker dies, at most the current call is lost: it is run again from the state before it.
+* An optimizer step of N workers equals a single-process step on the global batch, even if the shards are uneven.
+* `train()` and `validate()` return the same results with any number of workers.
+* If a worker dies, at most the current call is lost. It is repeated from the state before the call.
 
-You define the model, the loss and the data; `fit` is Keras's. Importing this package does not load TensorFlow.
+You define the model, the loss and the data; `fit` is Keras's own. Importing this package does not load TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An operator made from creator functions: it trains with Keras's own `fit` and evaluates with `evaluate`."""
+"""The operator for creator functions. It trains with Keras's `fit` and evaluates with Keras's `evaluate`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from raysgd.tf.training_operator import TrainingOperator
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
 _DEFAULT_BATCH_SIZE = 32  # Keras's default for arrays of validation data
 
-# These callbacks write the same data on every rank, so only rank 0 has them. The next rank 0 continues their files.
+# These callbacks would write the same data on every rank, so only rank 0 runs them. If rank 0 is replaced, the new rank
+# 0 continues their files.
 _ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger"}
 
 
 class CreatorOperator(TrainingOperator):
-    """Trains one compiled model; see `make_operator`."""
+    """Trains one compiled model. `make_operator` creates subclasses."""
 
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
@@ -36,7 +37,7 @@ class CreatorOperator(TrainingOperator):
     _begun: Collection[int] = ()  # ids of the callbacks that this process has used in the current `fit`
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creators and register their results, once."""
+        """Call the creators and register their results. Further calls do nothing."""
         if self._has_created:
             return
         self._has_created = True
@@ -51,7 +52,7 @@ class CreatorOperator(TrainingOperator):
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
 
     def _keep_optimizers(self) -> None:
-        """Register the optimizers of the model again, because it may have been compiled since."""
+        """Update the registered optimizers, because the user may have compiled the model again."""
         record = self._raysgd.registered
         self._raysgd.registered = replace(record, optimizers=registration.optimizers_in(self.model))
 
@@ -77,23 +78,23 @@ class CreatorOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Run one `fit` with the options under `fit_config`, and return the last value of each entry of its history.
+        """Run one `fit` with the options in `fit_config`, and return the last value of each entry in its history.
 
-        Each value has Keras's name and the same with `train_`: `loss` and `train_loss`.
+        Each value is returned twice, under Keras's name and with the prefix `train_`: `loss` and `train_loss`.
         """
         options = dict(self.config.get(_FIT_CONFIG) or {})
         if num_steps is not None:
             options["steps_per_epoch"] = num_steps
         options["verbose"] = self._verbosity(options)
         options["callbacks"] = self._callbacks(options)
-        options.setdefault("shuffle", False)  # a dataset shuffles itself, and Keras warns about the default
+        options.setdefault("shuffle", False)  # datasets shuffle themselves, and Keras warns about its default
         with self._raysgd.context.synchronizer.merging_metrics():
             logs = self._fit_together(options) if self._steps_with_others else self._fit_alone(options)
         return self.results_of(logs)
 
     @staticmethod
     def results_of(logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of `train` for the values of Keras: under their own names, and prefixed by `train_`."""
+        """Return the result of `train`: Keras's values under Keras's names and with the prefix `train_`."""
         return {**{f"train_{name}": value for name, value in logs.items()}, **logs}
 
     def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -101,14 +102,14 @@ class CreatorOperator(TrainingOperator):
             options["validation_data"] = options["validation_data"].make()
         stream = self._raysgd.fit
         stream.go_to_next_pass()
-        # `fit` creates an extra iterator that it does not use. It advances a shuffle, unless passes are counted.
+        # `fit` creates an extra iterator that it does not use. `counted` keeps it from advancing the shuffle.
         history = self.model.fit(stream.passes.counted(0), **options)
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
-        """Run a `fit` together with other ranks, from its beginning or from where it was interrupted."""
+        """Run a `fit` together with other ranks, from the start or from where it was interrupted."""
         synchronizer, stream, model = self._raysgd.context.synchronizer, self._raysgd.fit, self.model
-        synchronizer.watch_model(model)  # each time, because it may have been compiled since
+        synchronizer.watch_model(model)  # in every call, because the user may have compiled the model again
         self._keep_optimizers()
         if synchronizer.group.size > 1:
             registration.refuse_unreduced_loss(model)
@@ -120,7 +121,7 @@ class CreatorOperator(TrainingOperator):
             model.stop_training = False
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options, is_resumed)
-        if is_resumed:  # callbacks that keep weights may keep others on ranks that have not seen all epochs
+        if is_resumed:  # callbacks may restore other weights on ranks that have not seen all epochs
             global_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
@@ -136,7 +137,7 @@ class CreatorOperator(TrainingOperator):
             self._fit_epochs(options, stream.place.epoch + 1, rates, is_last=False)
         if stream.place.epoch < num_epochs and not model.stop_training:
             self._fit_epochs(options, num_epochs, [None], is_last=True)
-        elif is_resumed:  # Keras ends a `fit` in the same way
+        elif is_resumed:  # finish like Keras at the end of `fit`
             if hasattr(model.optimizer, "finalize_variable_values"):
                 model.optimizer.finalize_variable_values(model.trainable_weights)
             for callback in options["callbacks"]:
@@ -158,7 +159,7 @@ class CreatorOperator(TrainingOperator):
         )
         own, num_epochs = options["callbacks"], options.get("epochs", 1)
         listed = [merge, *own, *self._stoppers(own), track]
-        is_at_end = length is not None and place.num_steps >= length  # it was interrupted after its last step
+        is_at_end = length is not None and place.num_steps >= length  # the epoch was interrupted after its last step
         told = {"verbose": 0 if is_at_end else options["verbose"], "epochs": num_epochs, "steps": length}
         callbacks = callbacks_of_part(model, listed, place.num_steps, **told)
         goes_on = stream.measures and place.num_steps > 0
@@ -182,28 +183,28 @@ class CreatorOperator(TrainingOperator):
             model.fit(self._part(stream.data()), **{**options, **changed})
 
     def _begin_writers(self, callbacks: Sequence[Any], epoch: int | None) -> None:
-        """Begin the callbacks that only rank 0 has, because this rank became rank 0 in the middle of a `fit`.
+        """Start callbacks that only rank 0 runs, because this rank became rank 0 in the middle of a `fit`.
 
         Args:
-            callbacks: The callbacks.
-            epoch: The current epoch; None between two epochs.
+            callbacks: The callbacks to start.
+            epoch: The current epoch, or None between two epochs.
         """
         for callback in callbacks:
             if "BackupAndRestore" in registration.class_names(callback):
-                continue  # it would go back to its last backup
+                continue  # starting it would restore its last backup
             if "CSVLogger" in registration.class_names(callback):
-                callback.append = True  # to the file of the former rank 0
+                callback.append = True  # continue the file of the previous rank 0
             callback.on_train_begin()
             if epoch is not None:
                 callback.on_epoch_begin(epoch)
 
     def _end_epoch(self, own: Sequence[Any], callbacks: Any, data: Mapping[str, Any]) -> None:
-        """End an epoch as Keras does after its last step.
+        """Do what Keras does after an epoch's last step: validate and call the callbacks.
 
         Args:
-            own: The callbacks of the user.
+            own: The user's callbacks.
             callbacks: All callbacks, as a Keras `CallbackList`.
-            data: Validation options of `fit`.
+            data: The validation options of `fit`.
         """
         stream, model, frequency = self._raysgd.fit, self.model, data.get("validation_freq", 1)
         assert stream.place is not None
@@ -218,11 +219,11 @@ class CreatorOperator(TrainingOperator):
         if data and ((epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency):
             results = model.evaluate(data["validation_data"], callbacks=callbacks, verbose=0, return_dict=True)
             logs |= {f"val_{name}": value for name, value in results.items()}
-        model.history.on_train_begin()  # otherwise it has no list of epochs
+        model.history.on_train_begin()  # creates its list of epochs
         callbacks.on_epoch_end(epoch, logs)
 
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
-        """Return the callback that stops all ranks at the same step, if a callback of all ranks acts on steps."""
+        """Return a callback that stops all ranks at the same step, if a callback that all ranks run acts on steps."""
         group = self._raysgd.context.synchronizer.group
 
         def is_anyone(is_this_one: bool) -> bool:
@@ -233,7 +234,7 @@ class CreatorOperator(TrainingOperator):
         return [stopper(self.model, is_anyone)] if is_needed else []
 
     def _validation_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return options of `fit` to evaluate this rank's part, and True if all ranks divide the same batches."""
+        """Return the `fit` options to validate on this rank's part, and whether all ranks split the same batches."""
         data = options.get("validation_data")
         if data is None:
             return {}, False
@@ -245,7 +246,7 @@ class CreatorOperator(TrainingOperator):
         return {"validation_data": part, "validation_freq": frequency}, is_divided(dataset)
 
     def _agree(self) -> None:
-        """Copy rank 0's learning rate, best values and stop flag to all ranks: new ranks missed earlier epochs."""
+        """Copy rank 0's learning rate, best values and stop flag to all ranks. New ranks have missed earlier epochs."""
         synchronizer, model = self._raysgd.context.synchronizer, self.model
         [rate] = learning_rates.read([model.optimizer])
         keepers = self._keepers()
@@ -262,7 +263,7 @@ class CreatorOperator(TrainingOperator):
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
     ) -> dict[str, Any]:
-        """Run one `evaluate` with the options under `evaluate_config`. Every sample counts once."""
+        """Run one `evaluate` with the options in `evaluate_config`. Every sample counts once."""
         dataset = self.validation_dataset
         if dataset is None:
             raise NoDataError("`validate` needs a test dataset, but `data_creator` returned None instead.")
@@ -280,11 +281,11 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def _steps_with_others(self) -> bool:
-        """True if there are or may be other ranks, or steps are counted."""
+        """True if other ranks exist or may join, or if steps are counted for snapshots."""
         return self._raysgd.context.synchronizer.watches
 
     def _part(self, dataset: Any) -> Any:
-        """Return this rank's part of a training dataset."""
+        """Return this rank's part of the training dataset."""
         world = self._raysgd.context.world
         if is_divided(dataset):
             return datasets.part_of(dataset, world.rank, world.size)
@@ -294,13 +295,13 @@ class CreatorOperator(TrainingOperator):
         return lockstep_dataset(pieces, connections.votes())
 
     def warm_up(self) -> None:
-        """Train on zeros, so that one-time work such as tracing is done."""
+        """Train on zeros, to get one-time work such as tracing done."""
         part = self._part(self.train_dataset)
         self._raysgd.context.synchronizer.watch_model(self.model)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
-        """Return this rank's part of a dataset, or of its first `steps` batches."""
+        """Return this rank's part of a dataset, or of the dataset's first `steps` batches."""
         world = self._raysgd.context.world
         if is_divided(dataset):
             whole = dataset if steps is None else dataset.take(steps)
@@ -320,7 +321,7 @@ class CreatorOperator(TrainingOperator):
         return 0 if self.world_rank else 1 if asked == "auto" else int(asked)
 
     def _keepers(self) -> list[Any]:
-        """Return the callbacks that keep the best model. All ranks have them, but only rank 0 saves the model."""
+        """Return the `ModelCheckpoint` callbacks. All ranks have them in their config, but only rank 0 runs them."""
         given = _listed(self.config.get(_FIT_CONFIG) or {})
         return [each for each in given if "ModelCheckpoint" in registration.class_names(each) and hasattr(each, "best")]
 
@@ -335,10 +336,10 @@ def make_operator(
     model_creator: Callable[[dict[str, Any]], Any],
     data_creator: Callable[[dict[str, Any]], Any],
 ) -> type[TrainingOperator]:
-    """Return the operator class for two functions: one returns a compiled model, the other the datasets.
+    """Create an operator class from creator functions for a compiled model and for the datasets.
 
     Raises:
-        ValueError: One of them is not a function of the config.
+        ValueError: A creator is not a function of the config.
     """
     for name, creator in (("model_creator", model_creator), ("data_creator", data_creator)):
         check_creator(name, creator, "config")
@@ -347,12 +348,12 @@ def make_operator(
 
 
 def _listed(options: Mapping[str, Any]) -> list[Any]:
-    """Return the callbacks of a `fit` as a list."""
+    """Return the callbacks in `fit` options as a list."""
     given = options.get("callbacks") or []
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _last(values: Any) -> Any:
-    """Return the value of the last epoch, as a plain number if it is a scalar."""
+    """Return the last epoch's value, as a Python number if it is a scalar."""
     value = values[-1] if isinstance(values, list | tuple) and values else values
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

@@ -1,9 +1,9 @@
-"""Keras's `fit` on one worker: its position, the callbacks that report it, and how it continues in another group.
+"""Keras's `fit` on one worker: its position, the callbacks that report the position, and resuming in another group.
 
-Keras draws its batches itself, and a call between two steps would slow them down. So the exchanges of gradients are
-counted instead: each step has a fixed number of them, and changes nothing before they are done.
+Keras draws its batches itself, and a callback between steps would slow down training. Therefore, gradient all-reduces
+are counted instead. Each step has a fixed number of them, and changes no weights before they have finished.
 
-ADR 31 says why `fit` is counted by its exchanges.
+ADR 31 explains why the position in a `fit` is counted in all-reduces.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _AT_STEPS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train
 
 @dataclass(frozen=True)
 class FitPlace:
-    """The position of a `fit`.
+    """A position in a `fit`.
 
     Attributes:
-        epoch: Keras's current epoch, or the next one.
-        num_steps: Completed steps of this epoch.
-        num_passes: Number of passes over the dataset that were begun before the current one.
-        num_batches: Batches of the current pass that were used; may exceed `num_steps` with `steps_per_epoch`.
-        logs: Newest value of each metric that earlier epochs reported.
-        is_over: True if Keras is done, because all epochs are done or a callback stopped it.
+        epoch: Keras's current epoch, or the next epoch if none is running.
+        num_steps: Number of completed steps of this epoch.
+        num_passes: Number of passes over the dataset that were started before the current pass.
+        num_batches: Number of batches used of the current pass. May exceed `num_steps` with `steps_per_epoch`.
+        logs: Latest value of each metric that earlier epochs reported.
+        is_over: True if `fit` has finished, because all epochs are done or a callback stopped it.
     """
 
     epoch: int
@@ -43,10 +43,10 @@ class FitPlace:
 
 
 def check_state(state: Any) -> None:
-    """Check that `FitStream.resume` can continue from a state.
+    """Check that `FitStream.resume` can resume from a state.
 
     Raises:
-        ValueError: `FitStream.state` did not return it.
+        ValueError: `state` is not a result of `FitStream.state`.
     """
     require(isinstance(state, Mapping), "the position of `fit` is not a dict")
     known = set(FitPlace.__dataclass_fields__) if "epoch" in state else {"num_passes", "logs"}
@@ -57,7 +57,7 @@ def check_state(state: Any) -> None:
 
 
 class FitStream:
-    """The stream of a `fit`. Keras draws the batches; this counts them and knows where to continue."""
+    """The batch stream of a `fit`. Keras draws the batches. This object tracks the position and resumes from it."""
 
     pass_index = 0
     source: Any = None
@@ -65,14 +65,14 @@ class FitStream:
     def __init__(self, passes: Passes, exchanges: ExchangeRecord) -> None:
         self.passes = passes
         self.place: FitPlace | None = None
-        self.logs: Mapping[str, float] = {}  # reported by the last `fit` that ended
-        self.measures = False  # True if the metrics of the model are those of the current epoch
-        self.has_begun = False  # True if the callbacks of this process got the begin of the training
+        self.logs: Mapping[str, float] = {}  # reported by the most recently finished `fit`
+        self.measures = False  # True while the model's metrics cover the current epoch
+        self.has_begun = False  # True if `on_train_begin` of this process's callbacks was called
         self.steps_per_execution = 1
         self.at_boundary: Callable[[], None] | None = None
         self._exchanges = exchanges
         self._num_steps_before = 0
-        self._num_exchanges_before: int | None = None  # before the current epoch; None between epochs
+        self._num_exchanges_before: int | None = None  # number before the current epoch; None between epochs
         self._num_passes_elsewhere: int | None = None
 
     @property
@@ -84,17 +84,17 @@ class FitStream:
 
     @property
     def is_mid_pass(self) -> bool:
-        """True if a `fit` was begun and has not ended."""
+        """True if a `fit` has started and not finished."""
         return self.place is not None
 
     @property
     def is_whole(self) -> bool:
-        """True between two steps or, with `steps_per_execution`, between two executions."""
+        """True between two steps, or with `steps_per_execution` between two executions."""
         return self._num_exchanges % (self._exchanges.num_per_step * self.steps_per_execution) == 0
 
     @property
     def _num_exchanges(self) -> int:
-        """Number of exchanges in the current epoch."""
+        """Number of all-reduces in the current epoch."""
         before = self._num_exchanges_before
         return 0 if before is None else self._exchanges.num_completed - before
 
@@ -103,7 +103,7 @@ class FitStream:
         return self._num_exchanges // self._exchanges.num_per_step
 
     def state(self) -> dict[str, Any]:
-        """Return the position, from which another rank or a later process can continue."""
+        """Return the position. Another rank or a later process can resume from it."""
         if self.place is None:
             restored = self._num_passes_elsewhere
             return {"num_passes": self.passes.num_begun if restored is None else restored, "logs": dict(self.logs)}
@@ -116,30 +116,30 @@ class FitStream:
         return replace(place, num_steps=place.num_steps + done, num_batches=place.num_batches + done)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Return no batches, because Keras draws them itself."""
+        """Return no batches, because Keras draws the batches itself."""
         return iter(())
 
     def settle(self) -> None:
-        """Note that Keras is done. The ranks' final exchanges may still fail."""
+        """Record that Keras's `fit` has finished. The ranks' final collectives may still fail."""
         self._close()
         if self.place is not None:
             self.place = replace(self.place, is_over=True)
 
     def end(self) -> None:
-        """End the call. The next one begins a new `fit`."""
+        """End the call. The next call starts a new `fit`."""
         self._close()
         self.has_begun = False
         if self.place is not None:
             self.logs, self.place = self.place.logs, None
 
     def break_off(self) -> None:
-        """Forget the interrupted step, which will be repeated."""
+        """Record the position before the interrupted step, which will be repeated."""
         if self.place is not None:
             self.place = self._present_place()
         self._close()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of another rank or of a snapshot."""
+        """Resume at the position of another rank or of a snapshot."""
         self._close()
         self.measures = False
         self.place, self.logs = (FitPlace(**state) if "epoch" in state else None), state["logs"]
@@ -150,7 +150,7 @@ class FitStream:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
 
     def begin_fit(self, first_epoch: int) -> bool:
-        """Prepare for a `fit`. Return True if it continues an interrupted one."""
+        """Prepare for a `fit`. Return True if an interrupted `fit` is resumed."""
         if self.place is None:
             self.go_to_next_pass()
             self.place = FitPlace(first_epoch, num_passes=self.passes.num_begun)
@@ -159,19 +159,19 @@ class FitStream:
         return True
 
     def go_to_next_pass(self) -> None:
-        """Begin the next `fit` with the pass that a restored state names, if there is one."""
+        """If a state was restored, go to the pass at which the next `fit` must start."""
         if self._num_passes_elsewhere is not None:
             self.passes.go_to(self._num_passes_elsewhere)
         self._num_passes_elsewhere = None
 
     def data(self) -> Any:
-        """Return the rest of the dataset, not divided."""
+        """Return the rest of the unsharded dataset."""
         assert self.place is not None
         self.passes.go_to(self.place.num_passes)
         return self.passes.counted(self.place.num_batches)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Note that Keras begins an epoch."""
+        """Record that Keras starts an epoch."""
         assert self.place is not None
         if not self.place.num_batches:
             self.place = replace(self.place, num_passes=self.passes.num_begun)
@@ -180,7 +180,7 @@ class FitStream:
         self.measures = True
 
     def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-        """Note that Keras has ended the epoch."""
+        """Record that Keras has finished the epoch."""
         place = self._present_place()
         self._close()
         length = int(self.passes.dataset.cardinality())
@@ -203,23 +203,23 @@ class FitStream:
         return length if length >= 0 else None
 
     def before_exchange(self) -> None:
-        """Run the work between two steps, if this exchange is the first one of a step."""
+        """Call `at_boundary` if the next all-reduce is the first of a step."""
         if self.at_boundary is not None and self.is_whole:
             self.at_boundary()
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number of Keras to one of Python."""
+    """Convert a Keras scalar to a Python number."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def tracker(
     stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
 ) -> Any:
-    """Return the last callback of a `fit`: it tells `stream` about epochs, and lets the ranks agree after each.
+    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. It must come last.
 
-    It also sets the learning rate to `rates`: callbacks of a new worker, which begins in the middle of a `fit`, may
-    have changed it.
+    It also sets the learning rate to `rates`, because callbacks of a new worker, which starts in the middle of a `fit`,
+    may have changed it.
     """
 
     def keep_rate(logs: Any = None) -> None:
@@ -240,13 +240,13 @@ def tracker(
 
 
 def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: int, **params: Any) -> Any:
-    """Return callbacks for a part of a `fit` that see it as the whole `fit`.
+    """Return a callback list for a part of a `fit`, which makes the part look like the whole `fit` to the callbacks.
 
     Args:
         model: The model.
         callbacks: All callbacks.
-        num_steps_before: Steps of the epoch that an earlier part took.
-        params: The `params` of Keras callbacks: `verbose`, `epochs`, and the `steps` of an epoch.
+        num_steps_before: Number of steps of the epoch that earlier parts took.
+        params: The `params` of Keras callbacks: `verbose`, `epochs`, and the `steps` per epoch.
     """
     of_keras: Any = registration.keras_of(model).callbacks.CallbackList
 
@@ -261,10 +261,10 @@ def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: in
 
 
 def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
-    """Return the first callback of a `fit`: it merges statistics of the ranks before other callbacks use the model.
+    """Return a callback that merges the ranks' statistics before other callbacks use the model. It must come first.
 
-    At the end of an epoch it does so before the validation, whose steps run inside `evaluating`, and before the user's
-    callbacks, which may evaluate themselves.
+    At the end of an epoch, it merges before the validation, which runs inside `evaluating`, and before the user's
+    callbacks, which may run evaluations themselves.
     """
     inside, is_merged = ExitStack(), False
 
@@ -291,7 +291,7 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
 
 
 def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
-    """Return the last callback of a `fit`: after each step it stops all ranks if one of them is to stop."""
+    """Return a callback that stops all ranks after a step if any rank wants to stop. It must come last."""
 
     def end_batch(batch: int, logs: Any = None) -> None:
         model.stop_training = is_anyone(bool(model.stop_training))
@@ -300,7 +300,7 @@ def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
 
 
 def acts_on_steps(model: Any, callback: Any) -> bool:
-    """Return True if a callback overrides a method that is called at each step."""
+    """Return True if a callback overrides a method that Keras calls in each step."""
     callback_cls: Any = registration.keras_of(model).callbacks.Callback
     methods = {name: getattr(callback, name, None) for name in _AT_STEPS}
     return any(
@@ -312,18 +312,18 @@ def acts_on_steps(model: Any, callback: Any) -> bool:
 def one_part(
     model: Any, callbacks: Sequence[Any], measures: bool, silenced: Sequence[str], is_last: bool
 ) -> Iterator[None]:
-    """Run a `fit` as one part of an interrupted `fit`.
+    """Run the block's `fit` as one part of an interrupted `fit`.
 
     Args:
         model: The model.
-        callbacks: The callbacks of the user.
-        measures: True if the model's metrics keep counting in the first epoch.
-        silenced: Methods of the callbacks that another part calls.
-        is_last: True if the optimizer writes its averages into the model at the end.
+        callbacks: The user's callbacks.
+        measures: True to continue the model's metrics in the first epoch instead of resetting them.
+        silenced: Callback methods that must not be called in this part, because another part calls them.
+        is_last: True for the last part, at whose end the optimizer writes its averages into the model.
     """
 
     def nothing() -> None:
-        vars(model).pop("reset_metrics", None)  # once: the next epoch starts from zero
+        vars(model).pop("reset_metrics", None)  # skip one reset only; the next epoch resets the metrics
 
     if measures:
         object.__setattr__(model, "reset_metrics", nothing)
@@ -342,4 +342,4 @@ def one_part(
 
 
 def _nothing(*arguments: Any, **named: Any) -> None:
-    """Replace a method that another part calls."""
+    """Do nothing, in place of a method that another part calls."""

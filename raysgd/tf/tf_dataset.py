@@ -1,4 +1,4 @@
-"""`TFMLDataset`: shards of data frames as `tf.data`."""
+"""`TFMLDataset`: sharded data frames as `tf.data`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class TFMLDataset(ShardedFrames):
     """Rows of sharded data frames, as a `tf.data.Dataset` of `(feature, label)` for each shard.
 
     Args:
-        ds: Has `num_shards()`, `repartition(n)`, `get_repeatable_shard(index, batch_ms, num_async,
-            shuffle, shuffle_buffer_size, seed)` and, for all shards at once, `gather_async(batch_ms, num_async)`. The
-            last two yield pandas data frames.
-        feature_columns: Names of the feature columns. One column is a feature by itself, several are a tuple.
-        feature_shapes: Shape of each column in a row, `()` by default. Required for columns of lists or arrays.
-        feature_types: Their dtypes, float32 by default.
+        ds: An object with the methods `num_shards()`, `repartition(n)`, `get_repeatable_shard(index, batch_ms,
+            num_async, shuffle, shuffle_buffer_size, seed)`, and `gather_async(batch_ms, num_async)` for all shards at
+            once. The last two yield pandas data frames.
+        feature_columns: Names of the feature columns. A single column is used as is, several columns form a tuple.
+        feature_shapes: Shape of each feature column per row. Default: `()`. Required for columns of lists or arrays.
+        feature_types: Dtype of each feature column. Default: float32.
         label_column: Name of the label column.
-        label_shape: Its shape in a row.
-        label_type: Its dtype.
+        label_shape: Shape of the label per row.
+        label_type: Dtype of the label.
 
     Raises:
         AssertionError: A list differs in length from `feature_columns`.
@@ -42,15 +42,15 @@ class TFMLDataset(ShardedFrames):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> Any:
-        """Return the rows of one shard; a negative index means all shards.
+        """Return the rows of one shard, or of all shards if the index is negative.
 
         Args:
             shard_index: Index of the shard.
             batch_ms: Milliseconds for which frames are collected before they are sent.
             num_async: Number of concurrent requests.
-            shuffle: True to shuffle frames and rows.
+            shuffle: Whether to shuffle frames and rows.
             shuffle_buffer_size: Size of the shuffle buffer.
-            seed: Seed of the order.
+            seed: Seed of the shuffle.
         """
         import tensorflow as tf
 
@@ -74,7 +74,7 @@ def _structured(parts: Sequence[Any]) -> Any:
 
 
 def _spec(name: Any, shape: Any, kind: Any) -> Any:
-    """Return the `TensorSpec` of a column."""
+    """Return a column's `TensorSpec`."""
     import tensorflow as tf
 
     of_row = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
@@ -82,7 +82,7 @@ def _spec(name: Any, shape: Any, kind: Any) -> Any:
 
 
 def _values(frame: Any, name: Any, spec: Any) -> Any:
-    """Return the values of a column in a frame."""
+    """Return a frame's column as an array with the spec's shape and dtype."""
     values = frame[name].to_numpy()
     if values.dtype == object and spec.dtype.name != "string":
         values = np.stack([np.asarray(value) for value in values]) if len(values) else np.zeros(0)

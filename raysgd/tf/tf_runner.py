@@ -1,6 +1,6 @@
-"""`TFRunner`: the replica in each worker, with what is specific to TensorFlow operators.
+"""`TFRunner`: the replica in each worker, with the parts that are specific to TensorFlow operators.
 
-Internal: for the features of the class with this name in the old library, use `TFTrainer`.
+This class is internal. For the features of the old library's class of the same name, use `TFTrainer`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TFRunner(ClassRunner):
-    """Hosts one operator."""
+    """Hosts a user's operator in a worker."""
 
     _hosted: TFHostedOperator
 
@@ -29,11 +29,11 @@ class TFRunner(ClassRunner):
 
     @property
     def operator(self) -> TrainingOperator:
-        """The current operator."""
+        """The user's operator."""
         return self._hosted.operator
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Run the operator's `validate` once. Data of a call temporarily replaces the registered dataset for Keras."""
+        """Run the operator's `validate` once. For Keras's loops, a call's own data replaces the registered dataset."""
         if request.shard_key is None:
             self._hosted.feed.align_validation()
         if request.shard_key is None or not isinstance(self.operator, CreatorOperator):
@@ -49,14 +49,14 @@ class TFRunner(ClassRunner):
             internals.data = registered
 
     def former_optimizer(self, weights: Sequence[Any]) -> list[Any] | None:
-        """Arrange the weights in a file of the old library for the only optimizer; None if that is not possible."""
+        """Convert optimizer weights from a file of the old library. Return None if they do not match the optimizer."""
         optimizers = self.operator._optimizers
         return former_optimizer.arranged(optimizers[0], weights) if len(optimizers) == 1 else None
 
     def architecture(self) -> list[str]:
-        """Return the registered models without weights, as JSON."""
+        """Return the registered models' configurations, without weights, as JSON."""
         return [serializing.model_to_json(model) for model in self.operator._models]
 
     def input_spec(self) -> Any:
-        """Return the element spec of the train dataset."""
+        """Return the training dataset's element spec."""
         return self.operator.train_dataset.element_spec

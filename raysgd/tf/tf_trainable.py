@@ -1,4 +1,4 @@
-"""`TFTrainable`: a `TFTrainer` with creator functions as a trial of Ray Tune."""
+"""`TFTrainable`: a `TFTrainer` with creator functions as a Ray Tune trial."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from raysgd.trainer.driver import tune_trial
 
 
 class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignore[misc]
-    """Runs one `fit` and evaluates in each step of a trial.
+    """Runs one `fit` and one evaluation in each step of a trial.
 
-    The trial's config has `model_creator`, `data_creator`, `num_replicas` and `use_gpu`, and may have
-    `num_cpus_per_worker` (1) and `trainer_config`, which becomes the trainer's config.
+    The trial's config must have the keys `model_creator`, `data_creator`, `num_replicas` and `use_gpu`. Optional keys
+    are `num_cpus_per_worker` (default: 1) and `trainer_config`, the trainer's config.
     """
 
     _checkpoint_name = "model"
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> Any:
-        """Return a bundle for each worker, and an empty one for the trial, which needs no resources."""
+        """Return an empty bundle for the trial itself, which needs no resources, and a bundle for each worker."""
         bundle = {"CPU": config.get("num_cpus_per_worker", 1), "GPU": int(config["use_gpu"])}
         return tune_trial.reservation([{}, *[bundle] * config["num_replicas"]])
 
@@ -40,14 +40,14 @@ class TFTrainable(tune_trial.trainer_trainable("`TFTrainable`")):  # type: ignor
         return True
 
     def step(self) -> dict[str, Any]:
-        """Train, then evaluate; return the results of both."""
+        """Train, evaluate, and return the results of both."""
         trained: dict[str, Any] = self._trainer.train()
         validated: dict[str, Any] = self._trainer.validate()
         return {**trained, **validated}
 
 
 def _resources(tune_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the trainer's arguments for the resources of the workers."""
+    """Return the trainer's arguments for the workers' resources."""
     return {
         "num_replicas": tune_config["num_replicas"],
         "num_cpus_per_worker": tune_config.get("num_cpus_per_worker", 1),

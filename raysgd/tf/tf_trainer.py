@@ -1,7 +1,7 @@
-"""`TFTrainer`: the driver's handle on N replicas of Keras models.
+"""`TFTrainer`: the driver's handle for N replicas of Keras models.
 
-It is a front end: it checks arguments, turns calls into requests to the engine, and merges the results. It does not
-load TensorFlow before you ask for a model.
+It is a front end: it checks arguments, converts calls to requests to the engine, and merges the results. It does not
+load TensorFlow until you request a model.
 """
 
 from __future__ import annotations
@@ -65,53 +65,54 @@ _REASONS = (
 class TFTrainer(ClassTrainer[OperatorT]):
     """Trains Keras models, of Keras 3 or tf_keras, on one or many workers.
 
-    You pass either two functions, `model_creator` and `data_creator`, whose model is trained with Keras's own `fit`; or
-    an operator class.
+    Pass either an operator class, or two functions, `model_creator` and `data_creator`. With creators, the model is
+    trained with Keras's own `fit`.
 
     Args: What is trained
-        model_creator: Returns a compiled Keras model, given `config`.
-        data_creator: Returns the train dataset and the test dataset, given `config`. The latter may be None. A batch is
-            for all workers together.
-        training_operator_cls: The operator class, not an instance; instead of the creators.
-        config: Passed to the creators, or to the operator. For creators, `fit_config` and `evaluate_config` contain
-            options of `fit` and `evaluate`. For operators, the key `BATCH_SIZE` may hold the batch size of all workers.
-        seed: Seed of initial weights and of the order of shuffled datasets; None for a random seed.
+        model_creator: Function of `config` that returns a compiled Keras model.
+        data_creator: Function of `config` that returns the training dataset and the test dataset. The test dataset may
+            be None. A batch of these datasets is a global batch.
+        training_operator_cls: The operator class, not an instance, instead of the creators.
+        config: Passed to the creators or to the operator. For creators, `fit_config` and `evaluate_config` contain
+            options for `fit` and `evaluate`. For operators, the key `BATCH_SIZE` may hold the global batch size.
+        seed: Seed for the initial weights and the order of shuffled datasets. Default: a random seed.
         verbose: Keras's verbosity, on rank 0 only.
 
     Args: Where it runs
-        num_workers: Number of workers. After failures there may be fewer for a while.
-        num_replicas: The older name of `num_workers`.
-        num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
-        use_gpu: True to reserve a GPU for each worker.
-        resources_per_worker: Custom resources of Ray for each worker, such as `{"fast_disk": 1}`.
-        accelerator_type: The kind of GPU that workers need, by its name in Ray, such as "A100".
-        placement_strategy: "PACK" puts workers on as few nodes as possible, "SPREAD" on as many. None packs workers
-            with GPUs, so that most of their traffic stays inside a node, and spreads others.
-        runtime_env: Ray's runtime environment of the worker processes; None for that of the job. It does not apply to
-            a worker in the driver.
-        initialization_hook: Called without arguments in each worker process before anything else.
+        num_workers: Number of workers. After failures, there may temporarily be fewer.
+        num_replicas: Older name of `num_workers`.
+        num_cpus_per_worker: Number of CPUs to reserve per worker, and the worker's number of threads.
+        use_gpu: Whether to reserve a GPU for each worker.
+        resources_per_worker: Custom Ray resources for each worker, such as `{"fast_disk": 1}`.
+        accelerator_type: The type of GPU that workers need, by its name in Ray, such as "A100".
+        placement_strategy: "PACK" places workers on as few nodes as possible, "SPREAD" on as many as possible. By
+            default, workers with GPUs are packed, so that most traffic stays inside a node, and others are spread.
+        runtime_env: Ray runtime environment of the worker processes. Default: the job's runtime environment. It does
+            not apply to a worker in the driver.
+        initialization_hook: Function without arguments to call in each worker process before anything else.
         timeout_s: Seconds that workers may wait for each other.
-        use_local: True to run rank 0 in this process. With `num_workers=1` you do not need Ray, and can use a debugger.
-        detached: A name, or a `raysgd.Detached`, to let the trainer outlive this program. You then get a handle with
-            the same methods. See `docs/detached.md`.
+        use_local: Whether to run rank 0 in this process. With `num_workers=1`, you then do not need Ray, and can use a
+            debugger.
+        detached: A name or a `raysgd.Detached`, to let the trainer outlive this program. You then get a handle with the
+            same methods. See `docs/detached.md`.
 
     Args: What a step computes
-        split_batches: False: a batch of an operator's dataset is for one worker, unless it is registered with another
-            `sharding`. True: a batch, and `config[BATCH_SIZE]`, is for all workers together, whatever their number.
-            With creators it always is.
+        split_batches: If False, a batch of an operator's dataset is for one worker, unless the dataset is registered
+            with another `sharding`. If True, each batch is a global batch and `config[BATCH_SIZE]` is its size, for any
+            number of workers. With creators, each batch is always a global batch.
 
     Args: What follows a failure
-        recovery: Rules for failures: timeouts, restarts and snapshots; a `raysgd.Recovery`.
-        min_workers: Wait for resources if there are fewer workers than this.
-        spare_workers: Number of extra workers that are ready to replace lost ones. Meanwhile they validate while the
-            others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on one of
-            them. They occupy resources.
+        recovery: A `raysgd.Recovery` with timeouts and the rules for restarts and snapshots.
+        min_workers: If there are fewer workers than this, wait for resources.
+        spare_workers: Number of extra workers that stand by to replace lost workers. They occupy resources. Meanwhile,
+            `validate(blocking=False)` and `fit(validate="async")` run each validation on one of them, while the other
+            workers train.
 
     Raises:
-        ValueError, TypeError: An argument is wrong; nothing was started.
+        ValueError, TypeError: An argument is invalid. Nothing was started.
         ImportError: TensorFlow is not installed.
-        ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
-        WorkerError: The user's `setup` failed. The error is also an instance of the class that it raised.
+        ReservationTimeoutError: The cluster did not provide the resources in time. A `TimeoutError`.
+        WorkerError: The user's `setup` failed. The error is also an instance of the class that `setup` raised.
 
     Examples:
         >>> trainer = TFTrainer(make_model, make_data, config={"fit_config": {"epochs": 2}}, num_replicas=2)
@@ -185,15 +186,15 @@ class TFTrainer(ClassTrainer[OperatorT]):
         self.model_creator, self.data_creator = model_creator, data_creator
         super().__init__(group, settings)
 
-    if not TYPE_CHECKING:  # type checkers take the arguments and the class from `__init__`
+    if not TYPE_CHECKING:  # type checkers use the signature of `__init__`
 
         @wraps(__init__, assigned=())  # keeps the signature of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Return a trainer or, with `detached`, the handle of one that outlives this program."""
+            """Create a trainer or, with `detached`, start one that outlives this program and return its handle."""
             return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
     def _settings_to_send(self, settings: TFSettings) -> TFSettings:
-        """Return the settings with the validation dataset of `fit` in a form that can be sent to other processes."""
+        """Return the settings with `fit`'s validation dataset serialized, if it is sent to other processes."""
         tensorflow = sys.modules.get("tensorflow")
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
@@ -225,7 +226,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             arguments.check_calls_of_fit(self._settings.config, epochs)
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
-        """Like `reset_config`, but with new creator functions as well."""
+        """Do the same as `reset_config`, but also with new creator functions."""
         operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
         config = self._checked_config(config)
         self._begin_again(replace(self._settings, training_operator_cls=operator_cls, config=config))
@@ -250,13 +251,13 @@ class TFTrainer(ClassTrainer[OperatorT]):
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
 
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-        if self._trains_with_fit and reduce_results:  # Keras has already merged the metrics: all ranks have the same
+        if self._trains_with_fit and reduce_results:  # the metrics are already merged, and equal on all ranks
             return merged(answers[:1], reduce_results=False)[0]
         return super()._merged(answers, reduce_results)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config. Its `BATCH_SIZE` is the number of samples that a step really has, with any number of workers."""
+        """The config. Its `BATCH_SIZE` is the actual number of samples per step, which rounding may have changed."""
         config = dict(self._settings.config)
         if BATCH_SIZE in config and not self._trains_with_fit:
             config[BATCH_SIZE] = self._settings.batch_options.global_size(config[BATCH_SIZE], self.max_replicas)
@@ -265,11 +266,12 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def get_model(self, custom_objects: Mapping[str, Any] | None = None) -> Any:
         """Return a copy of the trained model, or a list of models, in the driver.
 
-        With creators, it is a compiled model from `model_creator` with the trained weights and optimizer state. With an
-        operator, the models are rebuilt from their Keras configuration, and compiled if the operator's are.
+        With creators, this calls `model_creator` and loads the trained weights and optimizer state into the model. With
+        an operator, the models are rebuilt from their Keras configurations. They are compiled if the operator's models
+        are compiled.
 
         Args:
-            custom_objects: Your own classes and functions that Keras needs to rebuild a model.
+            custom_objects: Your classes and functions that Keras needs to rebuild a model.
         """
         state = self.state_dict()
         if self._trains_with_fit:
@@ -296,7 +298,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
                 variable.assign(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state: epoch, the operator's own state, and the arrays of models and optimizers."""
+        """Return a copy of the state: the epoch, the operator's own state, and the models' and optimizers' arrays."""
         state = self._snapshot().shared_state
         return {key: copy.deepcopy(value) for key, value in state.items() if key != RESUME}
 
@@ -304,21 +306,22 @@ class TFTrainer(ClassTrainer[OperatorT]):
         self._load(state, ())
 
     def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
-        """Write the state to a file of the driver, atomically, with checksums. `numpy.load` reads its arrays too.
+        """Write the state to a file from the driver, atomically and with checksums. `numpy.load` can read its arrays.
 
         Args:
-            checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last`.
-            blocking: False returns once the state is copied, and sends and writes it in the background. The next `save`
-                or `shutdown` raises an error of that. If the worker that has the copy is lost meanwhile, the file is
-                not written: the log says so, and `shutdown` raises unless a later `save` succeeded.
+            checkpoint: A path, or the URI of a file in a store, such as `s3://bucket/last`.
+            blocking: If False, return once the state is copied, and transfer and write it in the background. The next
+                `save` or `shutdown` raises any error of the background save. If the worker with the copy is lost before
+                the transfer, the file is not written and the failure is logged. `shutdown` then raises an error unless
+                a later `save` succeeded.
 
         Returns:
             `checkpoint`.
 
         Raises:
-            ValueError: The operator's own state contains something that a file cannot store without pickling code. Or
-                the URI is not that of a file, or has a suffix of Keras.
-            OSError: The file could not be written; a `StorageError` for a URI. The training state is unaffected.
+            ValueError: The operator's own state contains an object that cannot be stored without pickling. Or
+                `checkpoint` is not the location of a file, or has one of Keras's suffixes.
+            OSError: The file could not be written. A `StorageError` for a URI. The training state is unaffected.
         """
         files.check_location("checkpoint", checkpoint)
         arguments.refuse_keras_file(checkpoint)
@@ -338,16 +341,16 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def load(self, checkpoint: str | PathLike[str]) -> None:
         """Load a file written by `save`, or by the old library, into all workers.
 
-        The optimizer state in a file of the old library is loaded if it can be matched to the optimizer. If not, a
-        warning says that the optimizer is unchanged.
+        If a file of the old library has optimizer state that does not match the optimizer, a warning is logged and the
+        optimizer is unchanged.
 
         Args:
-            checkpoint: The path or the URI.
+            checkpoint: A path or a URI.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            StorageError: A store could not be reached. An `OSError`.
-            CheckpointCorruptedError: The file is truncated or was changed.
+            FileNotFoundError: The file does not exist.
+            StorageError: The store could not be reached. An `OSError`.
+            CheckpointCorruptedError: The file is truncated or was modified.
             ValueError, KeyError: The file does not match the operator. The workers are unchanged.
         """
         files.check_location("checkpoint", checkpoint)
@@ -382,13 +385,13 @@ class TFTrainer(ClassTrainer[OperatorT]):
     def _load(self, state: dict[str, Any], rank_states: tuple[Any, ...]) -> None:
         check_parts(state, self._facts.counts)
         whole = {"operator": None, RESUME: {}, **state}
-        # A file of a group with the same size is complete: afterwards the workers have exactly its state.
+        # A file from a group of the same size has the state of every rank, so the workers are restored exactly.
         is_complete = len(rank_states) == self.num_workers
         load_into_all(self._controller, TFRunner.restore, whole, rank_states, is_complete)
 
 
 def _content_of(snapshot: Snapshot) -> Content:
-    """Return the content of a file, as views of the snapshot, and the function that writes it."""
+    """Return a file's content, as views of the snapshot, and the function that writes it."""
     return {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}, checkpoint_file.write
 
 
@@ -399,7 +402,7 @@ def _checked_content_of(snapshot: Snapshot) -> Content:
 
 
 def _variables_for_workers() -> dict[str, str]:
-    """Return variables that workers need before they import TensorFlow: the driver's Keras version, and log level."""
+    """Return environment variables that workers need before importing TensorFlow: Keras version and log level."""
     return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 

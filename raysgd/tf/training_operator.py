@@ -1,12 +1,12 @@
-"""`TrainingOperator` for TensorFlow: the class that users subclass to define a training.
+"""`TrainingOperator` for TensorFlow: the class that users subclass to define their training.
 
-The methods form a ladder. Each rung does one thing and calls the next one:
+The methods form a ladder. Each rung does one thing and calls the next rung:
 
     train_epoch -> train_batch -> train_step -> forward, optimizer_step
     validate    -> validate_batch -> test_step -> forward
 
-`train_step` and everything below it is compiled into a graph. Override the lowest rung that changes what you want to
-change; the library does the rest.
+`train_step` and all rungs below it are compiled into a graph. Override the lowest rung that lets you make your change.
+The library does the rest.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what tha
 
 
 class TrainingOperator(BaseOperator):
-    """Defines a training by subclassing; every worker has one instance.
+    """Base class for the definition of a model's training. Every worker has one instance.
 
-    Override `setup` (required): create models, optimizers and datasets there, and pass them to `register` and
-    `register_data`. If there is one `self.model`, `self.optimizer` and `self.loss`, you need nothing else. Do not
-    override `__init__`.
+    Override `setup` to create models, optimizers and datasets, and pass them to `register` and `register_data`. If
+    there is one `self.model`, one `self.optimizer` and one `self.loss`, nothing else is required. Do not override
+    `__init__`.
 
     Examples:
         >>> class Line(TrainingOperator):
@@ -60,18 +60,19 @@ class TrainingOperator(BaseOperator):
 
     Attributes:
         world_size: Number of workers.
-        timers: Timers of the current call; `with self.timers.record("name"):` adds one to `profile=True`.
-        global_step: Batches trained on by the stock `train_epoch`.
-        run_eagerly: Set it in `setup` to run `train_step` and `test_step` line by line, for a debugger.
-        resumes_epochs: True if an epoch may continue after workers were lost or added, by calling `train_epoch` again
-            with the remaining batches. None: True if `train_epoch` is the stock one. If you override it, you may set
-            this to True, provided that it keeps nothing between batches except what raysgd or `state_dict` covers.
-            False restarts from the last snapshot after every failure.
-        warms_up: True if a new worker calls `train_batch` twice on zeros, so that it is fast when it steps in. The
-            registered objects are then replaced by another worker's state. Other effects of `train_batch` remain:
-            check `batch_info.get("warm_up")`, or set this to False.
-        compares_ranks: True if training calls raise `RanksDifferError` when the weights of the workers differ; or a
-            tuple of the models to compare, set in `setup`.
+        timers: Timers of the current call. `with self.timers.record("name"):` adds a timer to the `profile=True`
+            result.
+        global_step: Number of batches that the default `train_epoch` has trained on.
+        run_eagerly: Set this to True in `setup` to run `train_step` and `test_step` eagerly, for example in a debugger.
+        resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch` again
+            with the remaining batches. Default: True unless you override `train_epoch`. If you override it, set this to
+            True only if it keeps no state between batches other than state that raysgd or `state_dict` covers. With
+            False, every failure restarts from the last snapshot.
+        warms_up: Whether a new worker calls `train_batch` twice on zeros, so that it is fast when it joins. Afterwards,
+            the registered objects receive another worker's state. If `train_batch` has other side effects, check
+            `batch_info.get("warm_up")`, or set this to False.
+        compares_ranks: Whether training calls raise `RanksDifferError` if the workers' weights differ. Or, set in
+            `setup`, a tuple of the models to compare.
     """
 
     run_eagerly = False
@@ -98,17 +99,17 @@ class TrainingOperator(BaseOperator):
         """Train on all batches of `iterator` and return the averaged metrics.
 
         Args:
-            iterator: This worker's batches. Draw one, train on it, draw the next.
-            info: The caller's `info`, with entries that raysgd adds.
+            iterator: This worker's batches. Train on each batch before you draw the next.
+            info: The caller's `info`, with additional entries from raysgd.
             num_steps: The caller's `num_steps`.
-            epoch_idx: Index of the pass over the data, from 0.
+            epoch_idx: Index of the epoch, from 0.
 
         Returns:
             `batch_count`, `num_samples`, the mean and `last_<metric>` of each metric of `train_batch`, and
             `train_<name>` for each registered Keras metric.
         """
         internals = self._raysgd
-        internals.forget_stale_steps()  # even if an overriding method has just made changes
+        internals.forget_stale_steps()  # an overriding method may have just changed the objects
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
         meters = internals.take_meters()
         if not meters.num_batches:
@@ -126,7 +127,7 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Count steps for which other workers had samples and this one had none. Return how many were new."""
+        """Add the new steps in which this worker had no samples to `global_step`. Return their number."""
         internals = self._raysgd
         number, internals.num_left_out = internals.num_left_out, 0
         self.global_step += number
@@ -138,11 +139,11 @@ class TrainingOperator(BaseOperator):
 
         Args:
             batch: `(features, target)` or `(features, target, sample_weight)`, as for `fit`.
-            batch_info: `batch_idx`, `global_step` and the entries of `info`. While a new worker warms up, also
-                `warm_up=True`: the step does not count.
+            batch_info: `batch_idx`, `global_step` and the entries of `info`. While a new worker warms up, it also has
+                `warm_up=True`, and the step does not count.
 
         Returns:
-            Metrics of the batch: numbers or tensors of one element. `num_samples` is their weight in the average.
+            The batch's metrics: numbers or one-element tensors. `num_samples` is their weight in the average.
         """
         internals = self._raysgd
         if internals.train_function is None:
@@ -152,7 +153,7 @@ class TrainingOperator(BaseOperator):
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        """Take the step, as a graph: gradients of the loss, then `optimizer_step`. Return metrics as tensors."""
+        """Compute the loss's gradients and call `optimizer_step`. Return metrics as tensors. Runs as a graph."""
         import tensorflow as tf
 
         model, optimizer = required(self, "model"), required(self, "optimizer")
@@ -166,10 +167,10 @@ class TrainingOperator(BaseOperator):
         return {"train_loss": loss, **_as_metric(weight)}
 
     def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
-        """Return the output of the model and the loss, which is the mean over samples. For training and validation.
+        """Return the model's output and the loss, a mean over samples. Used in training and validation.
 
-        If the loss is the mean over something else, such as tokens, also return their number as a third value:
-        gradients and metrics are then averaged by it over all workers.
+        If the loss is a mean over other units, such as tokens, return their number as a third value. Gradients and
+        metrics are then averaged over all workers with this weight.
         """
         import tensorflow as tf
 
@@ -181,14 +182,14 @@ class TrainingOperator(BaseOperator):
         return output, loss
 
     def optimizer_step(self, gradients: Sequence[Any]) -> None:
-        """Step the optimizer, which first averages the gradients of all workers by samples."""
+        """Step the optimizer. It first averages the gradients of all workers, weighted by samples."""
         optimizer = required(self, "optimizer")
         self._raysgd.context.synchronizer.require_watched(optimizer)
         variables = required(self, "model").trainable_variables
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def update_metrics(self, target: Any, output: Any, sample_weight: Any = None) -> None:
-        """Update every registered Keras metric with a batch."""
+        """Update all registered Keras metrics with a batch."""
         for metric in self._raysgd.registered.metrics:
             metric.update_state(target, output, sample_weight=sample_weight)
 
@@ -196,7 +197,7 @@ class TrainingOperator(BaseOperator):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate on all batches of `val_iterator` and return the averaged metrics.
 
-        Ranks may have different numbers of batches, so the loop must not wait for other ranks.
+        Ranks may have different numbers of batches, so the loop must not call collectives.
         """
         internals = self._raysgd
         meters, validate_batch = internals.new_meters(), bind_batch_info(self.validate_batch)
@@ -210,7 +211,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch, and return `val_loss` and its weight. For other metrics, register Keras metrics."""
+        """Evaluate one batch. Return `val_loss` and its weight. For other metrics, register Keras metrics."""
         internals = self._raysgd
         if internals.test_function is None:
             internals.test_function = internals.compiled(self.test_step)
@@ -219,7 +220,7 @@ class TrainingOperator(BaseOperator):
         return {**metrics, NUM_SAMPLES: internals.num_samples(batch)}
 
     def test_step(self, batch: Any) -> dict[str, Any]:
-        """Evaluate a batch, as a graph, and return metrics as tensors."""
+        """Evaluate a batch and return metrics as tensors. Runs as a graph."""
         features, target, sample_weight = unpack(batch)
         output, loss, weight = _three(self.forward(features, target, sample_weight, training=False))
         self.update_metrics(target, output, sample_weight)
@@ -232,20 +233,23 @@ class TrainingOperator(BaseOperator):
     def register(self, *, models: Any, optimizers: Any = None, loss: Any = None, metrics: Any = None) -> Any:
         """Register models, optimizers, loss and metrics.
 
-        From now on, the optimizers average the gradients of all workers, wherever you use them.
+        Afterwards, the optimizers average the gradients of all workers, wherever you use them.
 
         Args:
-            models: One Keras model, or a list or tuple of them.
-            optimizers: One Keras optimizer or several; default: those that the models are compiled with.
-            loss: A Keras loss, or a function of target and output; the mean over the samples of a batch.
-            metrics: Keras metrics, whose state is merged over the workers.
+            models: A Keras model, or a list or tuple of models.
+            optimizers: A Keras optimizer, or a list or tuple of optimizers. Default: the optimizers that the models are
+                compiled with.
+            loss: A Keras loss, or a function of target and output that returns one value per sample. The library
+                averages over the samples.
+            metrics: A Keras metric, or a list or tuple of metrics. Their state is merged over the workers.
 
         Returns:
-            `(models, optimizers[, loss][, metrics])`, each in its original container.
+            `(models, optimizers[, loss][, metrics])`, with models, optimizers and metrics in their original containers.
 
         Raises:
             InvalidRegistrationError: An object has the wrong type.
-            IncompatibleModelError: A model does not work with the backend.
+            IncompatibleModelError: Keras does not run on TensorFlow, or a model or metric does not work with several
+                workers.
             TypeError: A keyword is unknown.
         """
         parts = [registration.models_of(models)]
@@ -278,20 +282,21 @@ class TrainingOperator(BaseOperator):
     def register_data(
         self, *, train_dataset: Any = None, validation_dataset: Any = None, sharding: Sharding = "worker"
     ) -> None:
-        """Register the datasets, which raysgd divides over the workers.
+        """Register the datasets. raysgd shards them over the workers.
 
         Args:
-            train_dataset: A `tf.data.Dataset` of batches, the same on every worker. Or a dataset of Ray Data, or
-                `raysgd.data.RayBatches` of one. Or a stream, with `split_batches=True`.
-            validation_dataset: Such a dataset for validation.
-            sharding: `"worker"`: a batch is for one worker. `"global"`: a batch is for all workers together, as with
-                TensorFlow's strategies, and as always with `split_batches=True`. A dataset whose auto-shard policy is
-                OFF is used unchanged.
+            train_dataset: One of the following: a `tf.data.Dataset` of batches, which must be the same on every worker;
+                a Ray Data dataset, or `raysgd.data.RayBatches` of such a dataset; or, with `split_batches=True`, a
+                stream.
+            validation_dataset: The dataset for validation. It can be of the same types.
+            sharding: `"worker"` if a batch is for one worker, or `"global"` if it is a global batch, as with
+                TensorFlow's strategies. With `split_batches=True`, it is always "global". A dataset whose auto-shard
+                policy is OFF is used unchanged.
 
         Raises:
-            TypeError: It is no dataset.
-            ValueError: The sharding is unknown, or the elements of a dataset are not batches.
-            InvalidRegistrationError: A stream, but the global batch is not constant.
+            TypeError: A dataset has the wrong type.
+            ValueError: The sharding is unknown, or a dataset's elements are not batches.
+            InvalidRegistrationError: A stream was passed, but the global batch size is not constant.
         """
         if sharding not in ("worker", "global"):
             raise ValueError(f'`sharding={sharding!r}`: allowed are "worker" and "global".')
@@ -316,30 +321,31 @@ class TrainingOperator(BaseOperator):
         self._raysgd.data = RegisteredData(given["train"], given["validation"], sharding, loaders, streams)
 
     def weighted_loss(self, loss: Any, weight: Any) -> Any:
-        """Scale a loss that is the mean over, for example, `weight` tokens, for its gradient. Call it on all workers.
+        """Scale a loss that is a mean over `weight` units, such as tokens, before you compute its gradients.
 
-        For your own `train_step`, which reports the unscaled `loss`, and the weight as `raysgd.utils.BATCH_WEIGHT`.
+        Call this on all workers, in your own `train_step`. Report the unscaled `loss` as a metric, and the weight under
+        `raysgd.utils.BATCH_WEIGHT`.
         """
         losses = self._raysgd.context.synchronizer.losses
         return loss if losses is None else losses.weighted(loss, weight)
 
     @property
     def train_dataset(self) -> Any:
-        """The registered train dataset, not divided."""
+        """The registered training dataset, unsharded."""
         return self._raysgd.data.train_dataset
 
     @property
     def validation_dataset(self) -> Any:
-        """The registered validation dataset, not divided."""
+        """The registered validation dataset, unsharded."""
         return self._raysgd.data.validation_dataset
 
     def warm_up(self) -> None:
-        """Take steps on zeros, so that one-time work such as tracing is done."""
+        """Train on zeros, to get one-time work such as tracing done."""
         internals = self._raysgd
         step = internals.context.synchronizer.step
         info = {"batch_idx": 0, "global_step": 0, "warm_up": True, **internals.info_of_call(None, 0)}
-        internals.train_function = internals.compiled(self.train_step)  # kept for training
-        for number in (1, 2):  # with a second size, TensorFlow traces the step for all sizes
+        internals.train_function = internals.compiled(self.train_step)  # training reuses the compiled step
+        for number in (1, 2):  # with a second size, TensorFlow traces the step for arbitrary sizes
             step.num_samples = number
             batch = zeros(internals.data.train_dataset.element_spec, number)
             bind_batch_info(self.train_batch)(batch, info)
@@ -348,7 +354,7 @@ class TrainingOperator(BaseOperator):
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
-    """Return features, target and weights of a batch, as `fit` unpacks them."""
+    """Return a batch's features, target and sample weights, like `fit`. Missing parts are None."""
     if not isinstance(batch, list | tuple):
         return batch, None, None
     features, target, sample_weight = (*batch, None, None)[:3]
@@ -356,7 +362,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def _three(returned: Sequence[Any]) -> Sequence[Any]:
-    """Return output, loss and weight; the weight is None if it was not returned."""
+    """Return the results of `forward` as output, loss and weight. The weight is None if `forward` omits it."""
     return returned if len(returned) == 3 else [*returned, None]
 
 

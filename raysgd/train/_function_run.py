@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 
@@ -26,7 +26,7 @@ from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 from raysgd.core.text.log_lines import Once, named
-from raysgd.exceptions import OnFailure, RaySGDError, StepMismatchError, WorkerError
+from raysgd.exceptions import OnFailure, RaySGDError, StepMismatchError, WorkerError, WorkersLostError
 from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._worker.function_replica import FunctionReplica
 from raysgd.train._worker.messages import (
@@ -44,8 +44,12 @@ from raysgd.train._worker.messages import (
 )
 from raysgd.train._worker.shards import DividedData
 from raysgd.train.checkpoint import CheckpointLostError, CheckpointTaker
+from raysgd.trainer.driver.leaving import Leaving
 
 logger = logging.getLogger(__name__)
+
+LEAVING_S = 30.0
+"""How long functions may take from a signal to their next checkpoint: what Kubernetes and Slurm give by default."""
 
 
 class FunctionRun:
@@ -68,7 +72,9 @@ class FunctionRun:
             after a checkpoint.
         resize_interval_s: Seconds between two such looks.
         on_wait: Called about ten times a second while waiting for a step.
-        preemption: Returns which nodes are about to be taken away.
+        preemption: Returns which nodes are about to be taken away. Takes when the program ends, in milliseconds of Unix
+            time, or None if it goes on.
+        leaving: Knows about a signal that ends the program.
     """
 
     def __init__(
@@ -83,13 +89,16 @@ class FunctionRun:
         max_workers: int = 1,
         resize_interval_s: float = 60.0,
         on_wait: Callable[[], None] | None = None,
-        preemption: Callable[[], PreemptionInfo | None] = lambda: None,
+        preemption: Callable[[int | None], PreemptionInfo | None] = lambda ends_at_ms: None,
+        leaving: Leaving | None = None,
     ) -> None:
         self._controller, self._hooks = controller, hooks
         self._spec, self._data, self._decode = spec, data, decode
         self._checkpoints, self._budget = checkpoints, budget
         self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
         self._on_wait, self._preemption = on_wait, preemption
+        self._leaving = leaving or Leaving()
+        self._know_of_signal = False  # functions that return then may have more to do
         self._queues = MessageQueues()
         self._attempt: int | None = None  # number of the group on which the function was last started
         self._joined_attempt: int | None = None
@@ -118,12 +127,17 @@ class FunctionRun:
             WorkerError: A function raised. The error is also an instance of the class that it raised.
             WorkersLostError: Workers were lost, and no restart is left.
             ValueError: A checkpoint lacks the score it is ranked by.
+            Preempted: A signal came, and the newest checkpoint is kept.
         """
         with self._aborted_on_error():
+            if self.may_restart and self._leaving.is_due():
+                self._leave()
             step = check_step(self._next_messages())
             while step.checkpoint_ref is not None and not self._take(step, step.checkpoint_ref):
                 step = check_step(self._next_messages())  # the functions restarted, and reach this step again
             self.may_restart = step.checkpoint_ref is not None
+            if step.kind is None and self._know_of_signal:
+                self._leave()
             if step.kind is None:
                 self.is_over = True
                 self.returned = list(step.data)
@@ -198,6 +212,49 @@ class FunctionRun:
             except WorkerError as error:
                 self.abort(error)
                 raise
+            except WorkersLostError as lost:
+                if not self._leaving.is_due():
+                    raise
+                logger.warning("%s", lost)
+                self._leave()
+
+    # ---------------------------------------------------------------------------------------------- end at a signal
+
+    def _leave(self) -> NoReturn:
+        """End the program, once the newest checkpoint is kept.
+
+        Raises:
+            Preempted: Always.
+        """
+        newest = self._checkpoints.keep_newest()
+        logger.warning(
+            "%s: left the run; %s",
+            self._leaving.reason,
+            "nothing is saved" if newest is None else f"the newest checkpoint is {newest}",
+        )
+        self._leaving.end_program(newest)
+
+    def _leave_if_late(self) -> None:
+        """Leave the run if functions take too long from a signal to their next checkpoint."""
+        if self._leaving.is_due():
+            if self._once.is_first("signal"):
+                words = "%s: the run ends at its next checkpoint, or in %g s"
+                logger.warning(words, self._leaving.reason, LEAVING_S)
+            if self._leaving.since_signal_s > LEAVING_S:
+                self._leave()
+
+    def _watch(self) -> None:
+        """Do what is due while the driver waits for the functions."""
+        if self._on_wait is not None:
+            self._on_wait()
+        self._leave_if_late()
+
+    def _find_preemption(self) -> PreemptionInfo | None:
+        """Return what functions get that ask for nodes that go away: all nodes, if the program ends."""
+        if not self._leaving.is_due():
+            return self._preemption(None)
+        self._know_of_signal = True
+        return self._preemption(int((time.time() - self._leaving.since_signal_s + LEAVING_S) * 1000))
 
     # ---------------------------------------------------------------------------------------------------------- workers
 
@@ -259,12 +316,18 @@ class FunctionRun:
         function: Callable[..., Any],
         args_for: Callable[..., list[tuple[Any, ...]]] | None = None,
         may_continue: bool = True,
+        on_wait: Callable[[], None] | None = None,
     ) -> list[Any]:
-        may_grow = self._controller.num_workers < self._max_workers and self._may_grow()
+        is_small = self._controller.num_workers < self._max_workers
+        may_grow = is_small and not self._leaving.is_due() and self._may_grow()
         if may_grow:
             self._checkpoints.flush()  # a checkpoint in transit would be lost when the workers are replaced
         call = Call(
-            function, args_for or self._starts, changes_state=may_grow, on_wait=self._on_wait, may_continue=may_continue
+            function,
+            args_for or self._starts,
+            changes_state=may_grow,
+            on_wait=on_wait or self._watch,
+            may_continue=may_continue,
         )
         values = self._controller.run(call, budget=self._budget)
         if self._can_be_joined and self._attempt != self._joined_attempt:
@@ -294,6 +357,7 @@ class FunctionRun:
     def _next_messages(self) -> Sequence[Message | None]:
         """Answer the questions of the functions until each reporting rank has a message, and return these messages."""
         while True:
+            self._leave_if_late()
             self._queues.follow(self._attempt, self._members)
             while not self._queues.has_step:
                 self._queues.extend(self._call(FunctionReplica.next_messages, self._told_to_take))
@@ -302,7 +366,7 @@ class FunctionRun:
             questions = questions_in(messages)
             if not questions:
                 return messages
-            answer = answer_to(questions, self._preemption)
+            answer = answer_to(questions, self._find_preemption)
             self._call(
                 FunctionReplica.answer,
                 lambda worlds, answer=answer: [(answer, *start) for start in self._starts(worlds)],
@@ -344,7 +408,10 @@ class FunctionRun:
                 min(left_out.values())[0],
             )
         told = self._told_to_store(tokens, taken)
-        return all(self._call(FunctionReplica.store, told, may_continue=False)) if tokens else True
+        if not tokens:
+            return True
+        on_wait = self._on_wait or _wait_on  # a signal does not break off what is being stored
+        return all(self._call(FunctionReplica.store, told, may_continue=False, on_wait=on_wait))
 
     def _told_to_store(
         self, tokens: Mapping[int, int], taken: Mapping[int, Sequence[str]]
@@ -537,6 +604,10 @@ def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ..
         taken[rank] = tuple(name for name in names[rank] if name in below)
         below.update(names[rank])
     return taken
+
+
+def _wait_on() -> None:
+    """Do nothing while the driver waits."""
 
 
 def _arrived(transfer: Any) -> Any:

@@ -72,6 +72,17 @@ class CheckpointTaker(ABC):
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
         """Take a checkpoint. `receive` gets it from the worker; None if the workers have stored it."""
 
+    @abstractmethod
+    def keep_newest(self) -> str | None:
+        """Wait for the newest checkpoint, and keep it even if it is not one of the best.
+
+        Returns:
+            Its place; None if there is none, or nothing is kept on disk.
+
+        Raises:
+            OSError: It could not be written.
+        """
+
     def begin_attempt(self) -> None:  # noqa: B027 - it may stay empty
         """Called before the function starts on all workers, for the first time or again."""
 
@@ -227,6 +238,7 @@ class CheckpointManager(CheckpointTaker):
         self._strategy = strategy
         self._rule = BestCheckpoints(strategy.num_to_keep, strategy.checkpoint_score_order)
         self._saved: list[SavedCheckpoint[None]] = []
+        self._unwritten: SavedCheckpoint[dict[str, Any]] | None = None
         self.latest_checkpoint_id = latest_id
 
     def begin_run(
@@ -279,11 +291,22 @@ class CheckpointManager(CheckpointTaker):
         kept, dropped = self._rule.divide([*self._saved, new])
         place = self._place_of(identity)
         if place is None or new not in kept:
+            self._unwritten = SavedCheckpoint(identity, score, checkpoint)
             return
         write_checkpoint(checkpoint, place)
-        self._saved = kept
+        self._saved, self._unwritten = kept, None
         for each in dropped:
             self._remove(each.number)
+
+    def keep_newest(self) -> str | None:
+        """Wait for the newest checkpoint, and write it even if it is not one of the best. Return its place."""
+        self.flush()
+        new = self._unwritten
+        if new is not None and self._strategy.num_to_keep != 0 and (place := self._place_of(new.number)) is not None:
+            write_checkpoint(new.content, place)
+            self._saved, self._unwritten = [*self._saved, SavedCheckpoint(new.number, new.score, None)], None
+        newest = self.latest_checkpoint_path
+        return None if newest is None else str(newest)
 
     # ---------------------------------------------------------------------------------------------------------- results
 

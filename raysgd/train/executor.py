@@ -6,7 +6,8 @@ The executor outlives each run, which is a `FunctionRun` over the engine's contr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,7 @@ from raysgd.train.checkpoint import (
 from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, gather
 from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.driver.leaving import Leaving
 
 logger = logging.getLogger(__name__)
 
@@ -340,7 +342,11 @@ class BackendExecutor:
         self.start_plan(plan, run_dir, latest_checkpoint_id)
 
     def start_plan(
-        self, plan: RunPlan, run_dir: Path | Folder | None = None, latest_checkpoint_id: int | None = None
+        self,
+        plan: RunPlan,
+        run_dir: Path | Folder | None = None,
+        latest_checkpoint_id: int | None = None,
+        leaving: Leaving | None = None,
     ) -> FunctionRun:
         """Start the function of a plan on all workers; see `start_training`.
 
@@ -350,7 +356,8 @@ class BackendExecutor:
         """
         self.check_free()
         self.checkpoint_manager.begin_run(run_dir, plan.checkpoint, plan.checkpoint_strategy, latest_checkpoint_id)
-        return self.launch(plan.function, DividedData(plan.dataset) if plan.dataset is not None else None)
+        data = DividedData(plan.dataset) if plan.dataset is not None else None
+        return self.launch(plan.function, data, leaving=leaving)
 
     def launch(
         self,
@@ -358,6 +365,7 @@ class BackendExecutor:
         data: DividedData | None = None,
         make_session: Callable[..., Any] | None = None,
         on_wait: Callable[[], None] | None = None,
+        leaving: Leaving | None = None,
     ) -> FunctionRun:
         """Start a function on all workers. Its checkpoints go to the checkpoint taker of this executor.
 
@@ -366,6 +374,7 @@ class BackendExecutor:
             data: Divides its data whenever workers start.
             make_session: See `FunctionSpec`.
             on_wait: Called about ten times a second while waiting for a step of the function.
+            leaving: Knows about a signal that ends the program; see `listening`.
         """
         self.check_free()
         spec = FunctionSpec(
@@ -390,13 +399,33 @@ class BackendExecutor:
             self._resize_interval_s,
             on_wait,
             self._preemption,
+            leaving,
         )
         self._budget.renew()
         run.start()
         return run
 
-    def _preemption(self) -> PreemptionInfo | None:
-        return preemption_of([worker.metadata.node_id for worker in self._hooks.workers.workers], drain_deadlines())
+    @contextmanager
+    def listening(self, leaving: Leaving) -> Iterator[None]:
+        """Handle signals inside the block. After one, lost workers are not replaced.
+
+        Call it when workers have started: Ray sets handlers of its own when it starts.
+        """
+
+        def expect_end(is_ending: bool = True) -> None:
+            if self._controller is not None:
+                self._controller.is_ending = is_ending
+
+        try:
+            with leaving.listening(expect_end):
+                yield
+        finally:
+            expect_end(False)
+
+    def _preemption(self, ends_at_ms: int | None) -> PreemptionInfo | None:
+        """Return which nodes go away: those that Ray drains, or all, if the program ends at that time."""
+        nodes = [worker.metadata.node_id for worker in self._hooks.workers.workers]
+        return preemption_of(nodes, drain_deadlines() if ends_at_ms is None else dict.fromkeys(nodes, ends_at_ms))
 
     def check_free(self) -> None:
         """Check that there are workers, and that no function is running on them.

@@ -59,6 +59,9 @@ def get_preemption_info() -> PreemptionInfo | None:
 
     All workers must call this, and get the same answer. If there are such nodes, report a checkpoint: the driver then
     moves the workers off these nodes, and the function continues elsewhere.
+
+    If SIGTERM or SIGUSR1 has told the program to end, the answer has all nodes. Report a checkpoint, and return: the
+    driver ends the run, and the next one continues.
     """
     session = session_or_warning(PREEMPTION)
     return session.ask(PREEMPTION) if session is not None else None

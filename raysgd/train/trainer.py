@@ -43,6 +43,7 @@ from raysgd.train.executor import BackendExecutor, CallableFlag, ExecutorRules, 
 from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import WorkerGroup, WorkerHandle
 from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.driver.leaving import Leaving
 
 T = TypeVar("T")
 
@@ -239,17 +240,22 @@ class Trainer:
             WorkerError: The function raised. The error is also an instance of the class that was raised. Not retried.
             StepMismatchError: The workers made different calls; a `RuntimeError`.
             WorkersLostError: Workers were lost too often; a `RuntimeError`.
+            Preempted: SIGTERM or SIGUSR1 came. The newest checkpoint is kept, and ends the run: the next one that the
+                function saves, if that takes less than 30 s.
         """
-        told = TrainerCallbacks(callbacks)
+        told, leaving = TrainerCallbacks(callbacks), Leaving()
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
         run_dir = self.create_run_dir()
-        with told.around(run_dir, config):
-            iterator = TrainingIterator(self._executor.start_plan(plan, run_dir))
-            with OnFailure(self._executor.abort_training):
-                for results in iterator:
-                    newest = self.latest_checkpoint_path if told.are_told_of_checkpoints else None
-                    told.process(results, self.history.events, None if newest is None else str(newest))
+        with self._executor.listening(leaving):
+            with told.around(run_dir, config):
+                iterator = TrainingIterator(self._executor.start_plan(plan, run_dir, leaving=leaving))
+                with OnFailure(self._executor.abort_training):
+                    for results in iterator:
+                        newest = self.latest_checkpoint_path if told.are_told_of_checkpoints else None
+                        told.process(results, self.history.events, None if newest is None else str(newest))
+            if leaving.is_due():  # the functions have ended, and the program ends too
+                leaving.end_program(self.checkpoint_manager.keep_newest())
         returned: list[T] = iterator.get_final_results() or []
         return returned
 

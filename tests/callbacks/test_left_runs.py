@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -306,6 +309,43 @@ def test_early_stopping_has_its_counts_again(make_local: Make, told: Callable[..
     history = run(tmp_path / "left")
     assert len(history) == len(wanted) < 20
     assert history.stop_reason == wanted.stop_reason
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes" / "stop-and-resume.md"
+
+
+def test_the_loop_over_train_on_the_page_goes_on_where_a_signal_has_left_it(
+    make_local: Make, told: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [lines] = [each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "told = []" in each]
+    before = signal.getsignal(signal.SIGTERM)
+
+    def make(**options: Any) -> TorchTrainer:
+        return TorchTrainer(**{**options, "config": CONFIG}, scheduler_step_freq="batch")
+
+    def run(folder: Path) -> tuple[Any, int]:
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        status = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                exec(lines, {"TorchTrainer": make, "Digits": Told, "os": os, "signal": signal})
+            except SystemExit as ended:
+                status = int(str(ended.code))
+            finally:
+                signal.signal(signal.SIGTERM, before)
+        trainer = started(make_local)
+        trainer.load("newest.pt")
+        return trainer.state_dict(), status
+
+    whole, status = run(tmp_path / "whole")
+    assert status == 0
+    told(3, 14)
+    statuses = [run(tmp_path / "left")[1] for _ in range(2)]
+    found, status = run(tmp_path / "left")
+    assert [*statuses, status] == [143, 143, 0]
+    assert equal(found, whole)
 
 
 def test_damage_beside_a_file_is_named(make_local: Make, told: Callable[..., None], tmp_path: Path) -> None:

@@ -49,9 +49,14 @@ print(json.dumps({"losses": losses, "num_nodes": len(set(nodes)), "known": len(r
 STOPPING_PROGRAM = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(print("stopped at SIGTERM") or STATUS))
-os.kill(os.getppid(), signal.SIGUSR1)  # as Slurm does before the time limit
+os.kill(os.getppid(), signal.SIGNAL)  # as Slurm does before the time limit, or at `scancel`
 time.sleep(300)
 """
+
+
+def stopping_program(status: int, told_by: str = "SIGUSR1") -> str:
+    """A program that tells the script to stop it, by a signal, and ends with this status."""
+    return STOPPING_PROGRAM.replace("STATUS", str(status)).replace("SIGNAL", told_by)
 
 
 @contextlib.contextmanager
@@ -140,17 +145,25 @@ def test_a_job_whose_head_cannot_start_ends(tmp_path: Path) -> None:
 
 
 def test_a_job_near_its_time_limit_stops_its_program_and_is_requeued(tmp_path: Path) -> None:
-    with job_in(tmp_path, STOPPING_PROGRAM.replace("STATUS", "143")) as job:
+    with job_in(tmp_path, stopping_program(143)) as job:
         said = (tmp_path / "out").read_text()
     assert job.returncode == 0, said
     assert said.index("stopped at SIGTERM") < said.index("requeued job")
+
+
+def test_a_job_that_is_canceled_lets_its_program_save_and_is_not_requeued(tmp_path: Path) -> None:
+    with job_in(tmp_path, stopping_program(143, "SIGTERM")) as job:
+        said = (tmp_path / "out").read_text()
+    assert job.returncode == 143, said
+    assert "stopped at SIGTERM" in said
+    assert "requeued job" not in said
 
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_job_whose_program_was_done_or_failed_near_its_time_limit_is_not_requeued(
     status: int, tmp_path: Path
 ) -> None:
-    with job_in(tmp_path, STOPPING_PROGRAM.replace("STATUS", str(status))) as job:
+    with job_in(tmp_path, stopping_program(status)) as job:
         said = (tmp_path / "out").read_text()
     assert job.returncode == status, said
     assert "stopped at SIGTERM" in said

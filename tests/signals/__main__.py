@@ -1,22 +1,27 @@
 """Ends a program by random signals and kills, starts it again until it is done, and compares it with one in peace.
 
-    python -m tests.signals --ends 100 --seed 1 --kind plain --workers 2
+    python -m tests.signals --ends 100 --seed 1 --kind gan --workers 3,2,4 --sums build/signals.json
 
-It can be interrupted: what came about until then is summed up in `--sums FILE`, to which each call adds.
+It can be interrupted: what came about until then is added to the file of `--sums`, to which each call adds. Without
+`--ends` it only shows what the file has.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -25,9 +30,29 @@ from typing import Any
 import psutil
 import torch
 
+from tests.signals.program import OPERATORS
+
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("TERM", "USR1", "TERM to the group", "TERM, and a worker dies", "KILL")
+SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}
+KINDS = (
+    "TERM",
+    "USR1",
+    "TERM to the group",
+    "USR1 to the group",
+    "TERM and USR1",
+    "TERM, and a worker dies",
+    "TERM, and all workers die",
+    "a worker dies, then TERM",
+    "TERM, then KILL",
+    "TERM in the start",
+    "KILL",
+)
+"""The ends. A signal comes to the program, unless a kind says otherwise."""
+KEEP_STEP = {"TERM", "USR1", "TERM and USR1", "TERM, and a worker dies"}
+"""Ends that lose no step. A signal to the group may end Ray first, if the program has started it."""
+STATUSES = {128 + number for number in SIGNALS.values()}
 _STARTS_S, _ENDS_S = 240.0, 120.0
+_TIMES = ("seconds", "per_s")
 
 
 @dataclass
@@ -36,34 +61,63 @@ class Sums:
 
     Attributes:
         ends: How often each kind of end came.
-        num_runs: How many runs were done, and compared.
-        lost: By kind, how many steps were done again that the program had told of.
-        answered_s: Seconds from a signal to the end of the run.
+        num_runs: How many runs were done, and compared, by what they trained.
+        lost: By kind, how many ends lost steps that the program had told of.
+        most_lost: By kind, the most steps that one end lost.
+        answered_s: By kind, the seconds from a signal to the end of the run.
         faults: What was wrong, in words.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
-    num_runs: int = 0
+    num_runs: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
-    answered_s: list[float] = field(default_factory=list)
+    most_lost: dict[str, int] = field(default_factory=dict)
+    answered_s: dict[str, list[float]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
+    def note_end(self, kind: str, num_lost: int, seconds: float | None) -> None:
+        """Take account of an end."""
+        self.ends[kind] += 1
+        self.lost[kind] += num_lost > 0
+        self.most_lost[kind] = max(num_lost, self.most_lost.get(kind, 0))
+        if seconds is not None:
+            self.answered_s.setdefault(kind, []).append(seconds)
+
     def __str__(self) -> str:
-        seconds = sorted(self.answered_s)
-        answered = f"; answered in {median(seconds):.2f} s (median), {seconds[-1]:.2f} s (most)" if seconds else ""
-        return f"{self.num_runs} runs, ended {dict(self.ends)}; steps done again {dict(self.lost)}{answered}" + "".join(
-            f"\nFAULT {fault}" for fault in self.faults
-        )
+        rows = [
+            "| end | times | lost steps | most steps | seconds to the end (median, most) |",
+            "|---|---|---|---|---|",
+        ]
+        for kind in (kind for kind in KINDS if self.ends[kind]):
+            seconds = sorted(self.answered_s.get(kind, []))
+            answered = f"{median(seconds):.2f}, {seconds[-1]:.2f}" if seconds else ""
+            rows.append(f"| {kind} | {self.ends[kind]} | {self.lost[kind]} | {self.most_lost[kind]} | {answered} |")
+        runs = ", ".join(f"{name}: {number}" for name, number in sorted(self.num_runs.items()))
+        rows.append(f"{self.ends.total()} ends, runs that were done ({runs}), {len(self.faults)} faults")
+        return "\n".join([*rows, *(f"FAULT {fault}" for fault in self.faults)])
+
+    @classmethod
+    def read(cls, path: Path) -> Sums:
+        """Return what a file has; nothing if there is none."""
+        known = json.loads(path.read_text()) if path.exists() else {}
+        counters = {name: Counter(known.pop(name, {})) for name in ("ends", "num_runs", "lost")}
+        return cls(**counters, **known)
 
     def add_to(self, path: Path) -> None:
         """Add all of it to a file."""
-        known = json.loads(path.read_text()) if path.exists() else {}
-        for name in ("ends", "lost"):
-            known[name] = dict(Counter(known.get(name, {})) + getattr(self, name))
-        known["num_runs"] = known.get("num_runs", 0) + self.num_runs
-        for name in ("answered_s", "faults"):
-            known[name] = known.get(name, []) + getattr(self, name)
-        path.write_text(json.dumps(known))
+        known = Sums.read(path)
+        kinds = {*known.ends, *self.ends}
+        answered = {kind: [*known.answered_s.get(kind, []), *self.answered_s.get(kind, [])] for kind in kinds}
+        both = Sums(
+            known.ends + self.ends,
+            known.num_runs + self.num_runs,
+            known.lost + self.lost,
+            {kind: max(known.most_lost.get(kind, 0), self.most_lost.get(kind, 0)) for kind in kinds},
+            {kind: seconds for kind, seconds in answered.items() if seconds},
+            known.faults + self.faults,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(vars(both), indent=1))
 
 
 class Program:
@@ -72,10 +126,11 @@ class Program:
     Args:
         folder: Where it writes.
         arguments: More of its arguments.
+        cluster: The process of the Ray that its workers belong to; None for one that the program starts.
     """
 
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, arguments: Sequence[str], cluster: psutil.Process | None = None) -> None:
+        self.folder, self._cluster = folder, cluster
         self._log = open(folder / "log", "ab")  # noqa: SIM115
         self._seen = len(self._told())
         command = [sys.executable, "-m", "tests.signals.program", str(folder), *arguments]
@@ -85,7 +140,8 @@ class Program:
 
     def _told(self) -> list[dict[str, Any]]:
         path = self.folder / "told.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut one
 
     def told(self, name: str) -> list[Any]:
         """Return what it has told of one kind so far."""
@@ -104,33 +160,48 @@ class Program:
             time.sleep(0.05)
         return bool(self.told("begin"))
 
-    def end(self, kind: str) -> float:
-        """End it; return how long the run took to end."""
+    def end(self, kind: str, rng: random.Random) -> float | None:
+        """End it; return how long the run took to end, if it told of its end."""
         family = psutil.Process(self.process.pid).children(recursive=True)
+        near = family if self._cluster is None else self._cluster.children(recursive=True)
         began = time.time()
-        if kind == "KILL":
-            self.process.kill()
-        elif kind == "TERM to the group":
-            self.process.send_signal(signal.SIGTERM)  # as `timeout` does
-            os.killpg(self.process.pid, signal.SIGTERM)
-        else:
-            workers = [each for each in family if "RaySGDWorker" in " ".join(_words(each))]
-            if kind == "TERM, and a worker dies" and workers:
-                workers[-1].kill()
-            self.process.send_signal(signal.SIGUSR1 if kind == "USR1" else signal.SIGTERM)
         try:
+            self._send(kind, [each for each in near if "RaySGDWorker" in " ".join(_words(each))], rng)
             self.process.wait(_ENDS_S)
         finally:
-            for each in family:  # what this program has started, and nothing else
-                try:
-                    each.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            if self.process.poll() is None:
-                self.process.kill()
-            self._log.close()
+            self.close(family)
         ended = self.moment("end")
-        return 0.0 if ended is None else ended - began
+        return None if ended is None or kind == "KILL" else ended - began
+
+    def _send(self, kind: str, workers: Sequence[psutil.Process], rng: random.Random) -> None:
+        first = SIGNALS["USR1" if kind.startswith("USR1") else "TERM"]
+        if kind == "KILL":
+            self.process.kill()
+            return
+        if "worker" in kind and workers:
+            for each in workers if "all" in kind else [rng.choice(workers)]:
+                each.kill()
+        if kind == "a worker dies, then TERM":
+            time.sleep(rng.uniform(0.0, 1.5))
+        self.process.send_signal(first)
+        if kind.endswith("to the group"):
+            os.killpg(self.process.pid, first)  # as `timeout` does: first to the process
+        elif kind == "TERM and USR1":
+            self.process.send_signal(signal.SIGUSR1)
+        elif kind == "TERM, then KILL":
+            time.sleep(rng.uniform(0.0, 0.5))
+            self.process.kill()
+
+    def close(self, family: Sequence[psutil.Process] = ()) -> None:
+        """End what this program has started, and nothing else."""
+        if self.process.poll() is None:
+            family = [*family, *psutil.Process(self.process.pid).children(recursive=True)]
+            self.process.kill()
+            self.process.wait()
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        self._log.close()
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -140,101 +211,232 @@ def _words(process: psutil.Process) -> list[str]:
         return []
 
 
-def in_peace(folder: Path, arguments: list[str]) -> dict[str, Any]:
+def in_peace(folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """Run the program once, from beginning to end; return what it found."""
     program = Program(folder, [*arguments, "--step-s", "0"])
-    assert program.process.wait(_STARTS_S) == 0, (folder / "log").read_text()[-2000:]
+    try:
+        assert program.process.wait(_STARTS_S) == 0, (folder / "log").read_text()[-2000:]
+    finally:
+        program.close()
+    return result_in(folder)
+
+
+def result_in(folder: Path) -> dict[str, Any]:
+    """Return what a run has found, and what its logger has written, without times."""
     found: dict[str, Any] = torch.load(folder / "done.pt", weights_only=False)
-    return found
+    tables = {}
+    for path in sorted(folder.glob("metrics*.csv")):
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        tables[path.name] = [{name: row[name] for name in row if not _may_vary(name)} for row in rows]
+    return {**found, "tables": tables}
+
+
+def _may_vary(name: str) -> bool:
+    """Return True for times, and for what depends on which worker rank 0 is and how many others there are."""
+    return any(word in name for word in _TIMES) or name == "num_workers" or name.startswith("last_")
 
 
 def disturbed(
-    folder: Path, arguments: list[str], workers: list[int], rng: random.Random, sums: Sums, kinds: list[str], most: int
+    folder: Path,
+    arguments: Sequence[str],
+    workers: Sequence[int],
+    rng: random.Random,
+    sums: Sums,
+    kinds: Sequence[str],
+    most: int,
+    step_s: float = 0.05,
+    cluster: psutil.Process | None = None,
 ) -> dict[str, Any] | None:
     """Run it again and again, until it is done, and end it meanwhile; return what it found."""
     for number in range(most + 1):
         size = str(workers[number % len(workers)])
-        program = Program(folder, [*arguments, "--workers", size])
-        if not program.await_begin():
-            sums.faults.append(f"{folder}: it did not begin: {(folder / 'log').read_text()[-500:]}")
-            return None
-        if number == most:
-            program.process.wait(_STARTS_S)
-        else:
-            time.sleep(rng.uniform(0.0, 2.5))
-        if program.process.poll() is not None:
-            break
-        kind = rng.choice(kinds)
-        before = max([*program.told("step"), *program.told("begin")])
-        seconds = program.end(kind)
-        sums.ends[kind] += 1
-        if (folder / "done.pt").exists():
-            break
-        newest = max([*program.told("saved"), *program.told("begin")])
-        sums.lost[kind] += max(0, before - newest)
-        if kind != "KILL":
-            sums.answered_s.append(seconds)
-        print(f"{kind}: at step {before}, saved {newest}, {seconds:.2f} s", flush=True)
-        if kind in ("TERM", "USR1") and before > newest:
-            sums.faults.append(f"{folder}: {kind} in step {before} saved step {newest}")
-    path = folder / "done.pt"
-    if not path.exists():
-        sums.faults.append(f"{folder}: it was not done: {(folder / 'log').read_text()[-1000:]}")
+        program = Program(folder, [*arguments, "--workers", size, "--step-s", str(step_s)], cluster)
+        try:
+            if number == most:
+                program.process.wait(_STARTS_S)
+            if number == most or not _end(program, rng.choice(kinds), rng, sums):
+                break
+        finally:
+            program.close()
+    if not (folder / "done.pt").exists():
+        if number == most or not sums.faults:
+            sums.faults.append(f"{folder}: it was not done: {(folder / 'log').read_text()[-1000:]}")
         return None
-    found: dict[str, Any] = torch.load(path, weights_only=False)
-    return found
+    return result_in(folder)
 
 
-def difference(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> str | None:
-    """Return how two runs differ, in words."""
-    for name, tensor in wanted["state"]["models"][0].items():
-        other = found["state"]["models"][0][name]
-        if not torch.allclose(other, tensor, rtol=tolerance, atol=tolerance):
-            return f"`{name}` differs by {(other - tensor).abs().max():.3g}"
-    for row, other in zip(wanted["rows"], found["rows"], strict=True):
-        for name in ("epoch", "num_samples", "batch_count"):
-            if row[name] != other[name]:
-                return f"`{name}` of epoch {row['epoch']} is {other[name]} instead of {row[name]}"
-        if abs(row["train_loss"] - other["train_loss"]) > tolerance * max(1.0, abs(row["train_loss"])):
-            return f"`train_loss` of epoch {row['epoch']} is {other['train_loss']} instead of {row['train_loss']}"
+def _end(program: Program, kind: str, rng: random.Random, sums: Sums) -> bool:
+    """End a program at a random moment. Return False if it was done, or something was wrong."""
+    folder, is_in_start = program.folder, kind == "TERM in the start"
+    if is_in_start:
+        time.sleep(rng.uniform(0.0, 12.0))
+    elif not program.await_begin():
+        sums.faults.append(f"{folder}: it did not begin: {(folder / 'log').read_text()[-1000:]}")
+        return False
+    else:
+        time.sleep(rng.uniform(0.0, 2.5))
+    if program.process.poll() is not None:
+        return False
+    before = max([*program.told("step"), *program.told("begin")], default=0)
+    seconds = program.end(kind, rng)
+    if (folder / "done.pt").exists():
+        return False
+    newest = max([*program.told("saved"), *program.told("begin")], default=0)
+    num_lost, status = max(0, before - newest), program.process.returncode
+    sums.note_end(kind, num_lost, seconds)
+    print(f"{kind}: in step {before}, saved {newest}, status {status}, {seconds or 0.0:.2f} s", flush=True)
+    where = f"{folder}: {kind} in step {before} saved step {newest}, status {status}"
+    is_told = bool(program.told("begin"))
+    if kind in KEEP_STEP and num_lost:
+        sums.faults.append(where)
+    if is_told and "KILL" not in kind and status not in STATUSES:
+        sums.faults.append(f"{where}: {(folder / 'log').read_text()[-1000:]}")
+        return False
+    return True
+
+
+def difference(
+    found: dict[str, Any], wanted: dict[str, Any], tolerance: float, counts_batches: bool = True
+) -> str | None:
+    """Return how two runs differ, in words.
+
+    Args:
+        found: The one.
+        wanted: The other.
+        tolerance: How much weights may differ. Metrics may always differ in the last digits.
+        counts_batches: False where fewer workers took several batches for one, so that metrics come at other batches.
+    """
+    for number, model in enumerate(wanted["state"]["models"]):
+        for name, tensor in model.items():
+            other = found["state"]["models"][number][name]
+            if not torch.allclose(other, tensor, rtol=tolerance, atol=tolerance):
+                return f"`{name}` differs by {(other - tensor).abs().max():.3g}"
+    rows = {"history": (wanted["rows"], found["rows"])}
+    if counts_batches:
+        rows |= {name: (table, found["tables"].get(name, [])) for name, table in wanted["tables"].items()}
+    for where, (expected, given) in rows.items():
+        if len(expected) != len(given):
+            return f"{where} has {len(given)} rows instead of {len(expected)}"
+        for row, other in zip(expected, given, strict=True):
+            for name in row if counts_batches else ("epoch", "num_samples", "train_loss", "val_loss"):
+                if not _may_vary(name) and not _are_alike(row[name], other.get(name), max(tolerance, 1e-9)):
+                    return f"`{name}` of {where} is {other.get(name)} instead of {row[name]}, in {row}"
     return None
+
+
+def _are_alike(wanted: Any, found: Any, tolerance: float) -> bool:
+    if wanted == found:
+        return True
+    try:
+        return abs(float(wanted) - float(found)) <= tolerance * max(1.0, abs(float(wanted)))
+    except (TypeError, ValueError):
+        return False
+
+
+def tolerance_of(workers: Sequence[int], is_deterministic: bool) -> float:
+    """Return how much two runs may differ: not at all, unless sums are made of other parts."""
+    return 0.0 if is_deterministic and len(set(workers)) == 1 else 1e-7
+
+
+@contextmanager
+def ended_well_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise inside the block, so that it adds up what came about."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main() -> int:
     """Disturb runs until there were so many ends; return how many faults there were."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ends", type=int, default=100)
+    parser.add_argument("--ends", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kind", default="plain")
+    parser.add_argument("--kind", default="plain", help=f"what is trained: some of {','.join(OPERATORS)}")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--workers", default="2", help="one after the other, such as 3,2,4")
-    parser.add_argument("--how", default=",".join(KINDS), help="which ends")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--how", action="append", help=f"an end, one of: {'; '.join(KINDS)}")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--standing", action="store_true", help="all programs use one Ray, which signals do not reach")
     parser.add_argument("--sums", type=Path)
+    parser.add_argument("--keep", type=Path, help="where the folders of runs with faults go")
     asked = parser.parse_args()
-    workers, sums, rng = [int(each) for each in asked.workers.split(",")], Sums(), random.Random(asked.seed)
-    arguments = ["--kind", asked.kind, "--epochs", str(asked.epochs)]
-    tolerance = 0.0 if len(set(workers)) == 1 else 1e-5
-    kinds = asked.how.split(",") if asked.how != ",".join(KINDS) else list(KINDS)
+    sums, rng = Sums(), random.Random(asked.seed)
+    if not asked.ends:
+        print(Sums.read(asked.sums))
+        return 0
     try:
-        with tempfile.TemporaryDirectory(prefix="signals-") as place:
-            whole = Path(place, "whole")
-            whole.mkdir()
-            wanted = in_peace(whole, [*arguments, "--workers", str(workers[0])])
-            while sum(sums.ends.values()) < asked.ends and not sums.faults:
-                folder = Path(place, f"run{sums.num_runs}")
-                folder.mkdir()
-                more = [*arguments, *(["--every-n-steps", "5"] if rng.random() < 0.5 else [])]
-                most = asked.ends - sum(sums.ends.values())
-                found = disturbed(folder, more, workers, rng, sums, kinds, most)
-                if found is not None:
-                    sums.num_runs += 1
-                    wrong = difference(found, wanted, tolerance)
-                    sums.faults.extend([] if wrong is None else [f"{more}: {wrong}"])
-                print(sums, flush=True)
+        with (
+            ended_well_by_sigterm(),
+            tempfile.TemporaryDirectory(prefix="signals-") as place,
+            standing_cluster() if asked.standing else nullcontext() as cluster,
+        ):
+            disturb_runs(asked, Path(place), rng, sums, cluster)
     finally:
+        print(sums, flush=True)
         if asked.sums is not None:
             sums.add_to(asked.sums)
     return len(sums.faults)
+
+
+_RAY = """
+import ray, sys
+ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def standing_cluster() -> Iterator[psutil.Process]:
+    """Start a Ray that programs find by `RAY_ADDRESS`, and end it behind the block."""
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # programs are not told its token
+    options: Any = {
+        "env": environment,
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        "text": True,
+    }
+    with subprocess.Popen([sys.executable, "-c", _RAY], start_new_session=True, **options) as cluster:
+        os.environ["RAY_ADDRESS"] = cluster.stdout.readline().strip()
+        try:
+            yield psutil.Process(cluster.pid)
+        finally:
+            del os.environ["RAY_ADDRESS"]
+            cluster.stdin.close()  # it ends its Ray
+
+
+def disturb_runs(
+    asked: argparse.Namespace, place: Path, rng: random.Random, sums: Sums, cluster: psutil.Process | None
+) -> None:
+    """Disturb one run after the other, and compare each with one in peace."""
+    workers = [int(each) for each in asked.workers.split(",")]
+    tolerance, whole = tolerance_of(workers, asked.deterministic), dict[str, dict[str, Any]]()
+    while sums.ends.total() < asked.ends:
+        kind = rng.choice(asked.kind.split(","))
+        arguments = ["--kind", kind, "--epochs", str(asked.epochs)]
+        arguments += ["--deterministic"] if asked.deterministic else []
+        if kind not in whole:
+            (place / f"whole_{kind}").mkdir()
+            whole[kind] = in_peace(place / f"whole_{kind}", [*arguments, "--workers", str(workers[0])])
+        folder = place / f"run_{sums.num_runs.total() + len(sums.faults)}"
+        folder.mkdir()
+        more = ["--every-n-steps", "5"] if rng.random() < 0.5 else []
+        num_faults, most = len(sums.faults), asked.ends - sums.ends.total()
+        kinds = asked.how or KINDS
+        before = sums.ends.copy()
+        found = disturbed(folder, [*arguments, *more], workers, rng, sums, kinds, most, cluster=cluster)
+        if found is not None:
+            has_lost = any("worker" in each for each in sums.ends - before)
+            wrong = difference(found, whole[kind], tolerance, not (asked.deterministic and has_lost))
+            sums.num_runs[f"{kind} on {asked.workers}{', deterministic' if asked.deterministic else ''}"] += 1
+            sums.faults.extend([] if wrong is None else [f"{folder} {more}: {wrong}"])
+        if len(sums.faults) > num_faults and asked.keep is not None:
+            shutil.copytree(folder, asked.keep / f"{kind}_{asked.seed}_{len(sums.faults)}", dirs_exist_ok=True)
+        print(f"{sums.ends.total()} ends, {len(sums.faults)} faults", flush=True)
 
 
 if __name__ == "__main__":

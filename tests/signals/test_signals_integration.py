@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.signals import __main__ as signals
-from tests.signals.__main__ import ROOT, Sums, difference, disturbed, in_peace
+from tests.signals.__main__ import ROOT, Sums, difference, disturbed, in_peace, result_in, tolerance_of
 
 ARGUMENTS = ["--epochs", "4", "--workers", "2"]
 
@@ -33,20 +32,36 @@ def test_a_program_under_timeout_is_done_some_day_and_is_the_one_that_ran_in_pea
         statuses.append(ended.returncode)
         seconds += 4.0  # on a busy machine the start alone may take as long
     assert 124 in statuses, "it was ended at least once"
-    found = torch.load(tmp_path / "left" / "done.pt", weights_only=False)
-    assert difference(found, wanted, 0.0) is None
+    assert difference(result_in(tmp_path / "left"), wanted, 0.0) is None
 
 
 @pytest.mark.integration
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["plain", "accumulate"])
-@pytest.mark.parametrize("workers", [[2], [3, 2, 4]], ids=str)
-def test_no_step_is_lost_whatever_ends_the_program(kind: str, workers: list[int], tmp_path: Path) -> None:
-    arguments, sums, rng = ["--kind", kind, "--epochs", "5"], Sums(), random.Random(7)
+@pytest.mark.parametrize(
+    ("kind", "workers", "is_deterministic"),
+    [
+        ("plain", [2], True),
+        ("stream", [2], True),
+        ("gan", [2], False),
+        ("accumulate", [2], False),
+        ("plain", [3, 2, 4], False),
+        ("stream", [3, 2, 4], False),
+        ("gan", [3, 2, 4], False),
+        ("accumulate", [3, 2, 4], False),
+    ],
+    ids=str,
+)
+def test_no_step_is_lost_whatever_ends_the_program(
+    kind: str, workers: list[int], is_deterministic: bool, tmp_path: Path
+) -> None:
+    arguments, sums, rng = ["--kind", kind, "--epochs", "20"], Sums(), random.Random(7)
+    arguments += ["--deterministic"] if is_deterministic else []
     for name in ("whole", "left"):
         (tmp_path / name).mkdir()
     wanted = in_peace(tmp_path / "whole", [*arguments, "--workers", str(workers[0])])
-    found = disturbed(tmp_path / "left", arguments, workers, rng, sums, list(signals.KINDS), 25)
+    found = disturbed(tmp_path / "left", arguments, workers, rng, sums, signals.KINDS, 40)
     assert not sums.faults, str(sums)
     assert found is not None
-    assert difference(found, wanted, 0.0 if len(workers) == 1 else 1e-5) is None
+    has_lost = any("worker" in each for each in sums.ends)
+    tolerance = tolerance_of(workers, is_deterministic)
+    assert difference(found, wanted, tolerance, not (is_deterministic and has_lost)) is None

@@ -125,6 +125,48 @@ def test_saves_inside_epochs_survive_a_lost_worker_and_change_nothing(whole: His
     ]
 
 
+class SlowValidation(Ledger):
+    def validate_batch(self, batch: Any, info: dict[str, Any]) -> Any:
+        time.sleep(0.3)
+        return super().validate_batch(batch, info)
+
+
+class ToldInValidation(Callback):
+    """Gets a signal for the program in the validation of an epoch, in which all workers die."""
+
+    epoch = 2
+
+    def on_progress(self, run: Run, progress: CallProgress) -> None:
+        if run.epoch == self.epoch and progress.kind == "validation":
+            self.epoch = 0
+            signal.raise_signal(signal.SIGTERM)
+            testing.kill_worker(run.trainer, (0, 1))
+
+
+class ToldInCallback(Callback):
+    """Gets a signal for the program behind an epoch, and makes a call of its own, in which all workers die."""
+
+    def on_epoch_trained(self, run: Run) -> None:
+        if run.epoch == 2:
+            testing.kill_worker(run.trainer, (0, 1))
+            signal.raise_signal(signal.SIGTERM)
+            run.trainer.apply_all_operators(lambda operator: None)
+
+
+@pytest.mark.parametrize("told", [ToldInValidation, ToldInCallback])
+def test_an_epoch_that_the_driver_holds_is_not_lost_where_all_workers_die_behind_it(
+    told: type[Callback], whole: History, tmp_path: Path
+) -> None:
+    with make(2, SlowValidation, recovery=Recovery(snapshot_every_s=0)) as trainer:
+        assert leave(trainer, tmp_path, told()) == "epoch_0002.ckpt"
+        assert [event.kind for event in trainer.history.events] == ["started", "ended"], "no worker was replaced"
+    with make(2) as trainer:
+        history = fit(trainer, tmp_path)
+        assert uses(trainer) == {NUM_EPOCHS}
+    assert told_of(history) == told_of(whole)
+    assert history["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-5)
+
+
 class SlowLinear(LinearOperator):
     def optimizer_step(self) -> None:
         super().optimizer_step()

@@ -1,5 +1,5 @@
-"""Connections: how the workers of a group find each other and communicate. One module for each kind.
+"""Connections: how the workers of a group find each other and communicate. One module per backend.
 
-A connection is a small picklable object that is sent to each worker and used there. Its methods import the framework,
-so the driver needs none.
+A connection is a small picklable object that the driver sends to each worker. Its methods import the framework inside
+the worker, so the driver does not need the framework.
 """

@@ -1,12 +1,13 @@
 """Defers the import of PyTorch's compiler, `torch._dynamo`, until something needs it.
 
 That import takes nearly as long as PyTorch's own. Even programs that compile nothing trigger it, because the first
-optimizer, `DistributedDataParallel` and process groups ask the compiler for things that matter only in compiled code. A
-stand-in module answers these requests. Any other request imports the real module, which replaces the stand-in for good.
+optimizer, `DistributedDataParallel` and process groups access attributes of the compiler that matter only in compiled
+code. A stand-in module provides these attributes. Accessing any other attribute imports the real module, which
+replaces the stand-in for good.
 
-`torch._dynamo` is private to PyTorch. If another version asks for a name that the stand-in lacks, the real module is
-imported: nothing is saved, and nothing breaks. `RAYSGD_EAGER_COMPILER=1` turns the stand-in off.
-docs/adr/0008-lazy-ray-and-frameworks.md has the time it saves, and what would make it unnecessary.
+`torch._dynamo` is private to PyTorch. If another version accesses an attribute that the stand-in lacks, the real module
+is imported: no time is saved, but nothing breaks. `RAYSGD_EAGER_COMPILER=1` turns the stand-in off.
+docs/adr/0008-lazy-ray-and-frameworks.md has the time saved, and what would make the stand-in unnecessary.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ SWITCH = "RAYSGD_EAGER_COMPILER"
 """The environment variable that turns the stand-in off."""
 
 _NAME = "torch._dynamo"
-_KEPT = "__dynamo_disable"  # attribute in which PyTorch keeps the result of `disable` for one of its functions
+_KEPT = "__dynamo_disable"  # attribute in which PyTorch caches the result of `disable` on one of its functions
 
 
 def defer_compiler() -> None:
-    """Defer the import of the compiler if possible. A debug line in the log says if it was."""
+    """Defer the compiler's import if possible. Log at debug level whether it is deferred."""
     import torch
 
     switch = os.environ.get(SWITCH, "")
@@ -54,26 +55,28 @@ def defer_compiler() -> None:
 
 
 class _DeferredImport(MetaPathFinder, Loader):
-    """The deferred import. It imports the compiler before any module inside it, as Python always does.
+    """Import hook that loads the compiler on demand, and before any of its submodules.
 
     Attributes:
-        module: The real module, once it is imported.
+        module: The real module, or None until it is imported.
     """
 
     def __init__(self, spec: ModuleSpec) -> None:
         self.module: ModuleType | None = None
         self.stand_in = _StandIn(spec, self)
         self._disabled: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._parts: dict[str, tuple[ModuleSpec, Loader | None]] = {}  # real specs, which Python replaces for a moment
-        self._lock = threading.Lock()  # not held during the import, which has locks of its own
+        # Real specs and loaders of submodules that are being imported. Python temporarily replaces a module's spec.
+        self._parts: dict[str, tuple[ModuleSpec, Loader | None]] = {}
+        self._lock = threading.Lock()  # not held during the import, which takes Python's import locks
 
     def real(self) -> ModuleType:
-        """Return the real module. Import it if that has not happened yet."""
+        """Return the real module. Import it first if necessary."""
         if self.module is None:
             self._put(None)
             with OnFailure(functools.partial(self._put, self.stand_in)):
                 module = importlib.import_module(_NAME)
-            if module.__spec__ and module.__spec__._initializing:  # type: ignore[attr-defined]  # it asks for itself
+            # The compiler accesses itself during its own import. Return the incomplete module, and retire nothing yet.
+            if module.__spec__ and module.__spec__._initializing:  # type: ignore[attr-defined]
                 return module
             self._take(module)
         assert self.module is not None
@@ -98,9 +101,9 @@ class _DeferredImport(MetaPathFinder, Loader):
                     function.renew(module)
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """Return a function that compiled code does not enter, like `torch._dynamo.disable`.
+        """Return a wrapper of `fn` that compiled code does not enter, like `torch._dynamo.disable`.
 
-        It calls `fn` until the compiler is imported, and from then on the result of the real `disable`.
+        Until the compiler is imported, the wrapper calls `fn`. Afterwards, it calls the result of the real `disable`.
         """
         if not isinstance(fn, FunctionType):
             return self.real().disable(fn, *args, **options)
@@ -122,16 +125,16 @@ class _DeferredImport(MetaPathFinder, Loader):
     # ------------------------------------------------------------------------------------ modules inside the compiler
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Find a module inside the compiler.
+        """Return a spec for a submodule of the compiler.
 
-        Leave importing to the loader, because Python holds a lock during this call.
+        The import itself is left to the loader, because Python holds a lock during this call.
         """
         if not fullname.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self.stand_in:
             return None
         return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module if the import of the compiler has loaded it; otherwise a new one to load."""
+        """Return the submodule if importing the compiler has loaded it. Otherwise create it from its real spec."""
         real = self.real()
         module = sys.modules.get(spec.name)
         if module is not None:
@@ -145,16 +148,16 @@ class _DeferredImport(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         own, loader = self._parts.pop(vars(module)["__name__"])
-        vars(module)["__spec__"] = own  # Python has just set the spec from `find_spec`
+        vars(module)["__spec__"] = own  # replaces the spec from `find_spec`, which Python has just set
         if loader is not None:
             loader.exec_module(module)
 
 
 class _StandIn(ModuleType):
-    """Stands in for the real module."""
+    """Stand-in for the module `torch._dynamo`."""
 
     def __init__(self, spec: ModuleSpec, deferred: _DeferredImport) -> None:
-        super().__init__(_NAME)  # first, because in Python 3.10 a module cannot have attributes before
+        super().__init__(_NAME)  # must come first: in Python 3.10, a module cannot have attributes before
         answers = {
             "graph_break": _do_nothing,
             "disable": deferred.disable,
@@ -162,7 +165,7 @@ class _StandIn(ModuleType):
             "trace_rules": _CompilerStandIn(deferred, "trace_rules", {"clear_lru_cache": _do_nothing}),
         }
         vars(self).update(
-            answers,  # plain attributes, because PyTorch reads some in each step
+            answers,  # plain attributes rather than `__getattr__`, because PyTorch reads some in each step
             __name__=_NAME,
             __package__=_NAME,
             __spec__=spec,
@@ -178,7 +181,7 @@ class _StandIn(ModuleType):
             vars(self).pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        if self._deferred.module is None and name.startswith("__"):  # asked by code that scans all modules
+        if self._deferred.module is None and name.startswith("__"):  # code that scans all modules must not import it
             raise AttributeError(name)
         return getattr(self._deferred.real(), name)
 
@@ -196,7 +199,7 @@ class _StandIn(ModuleType):
 
 
 class _CompilerStandIn:
-    """Stands in for a module inside the compiler."""
+    """Stand-in for a submodule of the compiler."""
 
     def __init__(self, deferred: _DeferredImport, name: str, answers: Mapping[str, Any]) -> None:
         vars(self).update(_deferred=deferred, _name=name, _answers=answers)
@@ -214,4 +217,4 @@ class _CompilerStandIn:
 
 
 def _do_nothing(*args: Any, **options: Any) -> None:
-    """Do nothing, as these functions do outside compiled code."""
+    """Do nothing, like the real functions outside compiled code."""

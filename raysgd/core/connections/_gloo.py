@@ -1,12 +1,12 @@
-"""Gloo's sockets between the ranks of a group, which can be cut to end all waits at once.
+"""Finds gloo's sockets between the ranks of a group and shuts them down, which ends all waits at once.
 
-When a rank dies, only the ranks that were exchanging data with it notice. The others wait for ranks that have given up,
-and gloo has no call that ends such a wait. Shutting down their sockets does. It works from any thread, even if no
-packet ever reports that the other side is gone. The addresses of the ranks are read from what gloo writes on the board:
-ADR 55.
+When a rank dies, only the ranks that were communicating with it notice. The others wait for ranks that have given up,
+and gloo has no call to abort such a wait. Shutting down the sockets does abort it. This works from any thread, even if
+no packet ever reports that the peer is gone. The ranks' addresses are read from the values that gloo writes to the
+board: ADR 55.
 
-Works on Linux only, because it reads `/proc`. On other systems it finds and cuts nothing; ranks that wait are then
-replaced, not kept.
+This module works on Linux only, because it reads `/proc`. On other systems it finds no sockets, and waiting ranks are
+replaced instead of kept.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import TypeAlias
 
 from raysgd.core.connections.mesh.board import Board
 
-LATER_S = 1.0  # the first steps of a new group take less time
+LATER_S = 1.0  # long enough for the first steps of a new group
 
-_HEAD = 256  # bytes to read of what gloo writes: the address comes first, and the rest grows with the number of ranks
-_FLOW = bytes(4)  # flow information, between port and host of an IPv6 address
+_HEAD = 256  # bytes to read of a value from gloo: the address comes first, the rest grows with the number of ranks
+_FLOW = bytes(4)  # IPv6 flow information, between port and host in C's `sockaddr_in6`
 _FOLDER = "/proc/self/fd"
-_SIZE_OF_ADDRESS = 28  # of an IPv6 address, the larger kind
+_SIZE_OF_ADDRESS = 28  # size of `sockaddr_in6`, which is larger than `sockaddr_in`
 
 
 class DelayedCalls:
-    """Calls functions in a separate thread, one a second."""
+    """Calls functions one after the other in a background thread, waiting `LATER_S` before each call."""
 
     def __init__(self, *things: Callable[[], object]) -> None:
         self._things = things
@@ -48,7 +48,7 @@ class DelayedCalls:
         return not self._thread.is_alive()
 
     def hurry(self) -> None:
-        """Call the remaining functions now. Return when they have ended."""
+        """Call the remaining functions without further delay, and wait until they have returned."""
         self._is_hurried.set()
         self._thread.join()
 
@@ -59,13 +59,13 @@ class DelayedCalls:
 
 
 class GlooConnections:
-    """Gloo's sockets of all process groups that a rank forms with the same others.
+    """One rank's gloo sockets, of all process groups over the same ranks.
 
     Args:
-        board: Holds the addresses at which ranks listen, written by gloo or with `as_written`.
+        board: Board with the addresses at which ranks listen, written by gloo or encoded by `as_written`.
 
     Attributes:
-        found: The sockets of this rank; None before `look`.
+        found: The sockets of this rank, or None before `look`.
     """
 
     def __init__(self, board: Board) -> None:
@@ -73,14 +73,14 @@ class GlooConnections:
         self.found: list[OpenSocket] | None = None
 
     def look(self) -> None:
-        """Find the sockets. Call it right after a group has formed.
+        """Find the sockets. Call this right after a group has formed.
 
-        Addresses that are written later belong to groups that others form, which may end at any time.
+        Addresses that are written later belong to groups that other code forms, which may end at any time.
         """
         self.found = self._find()
 
     def cut(self) -> None:
-        """Shut down all sockets, even while a group forms."""
+        """Shut down all sockets, including those of a group that is still forming."""
         found = self.found
         for connection in self._find() if found is None else found:
             connection.shut()
@@ -97,13 +97,13 @@ class GlooConnections:
 
 
 def as_written(address: str) -> bytes:
-    """Return the address of a socket as gloo writes it, in the layout of C: port, then host."""
+    """Encode a socket address as gloo does, in the layout of C's `sockaddr`: port, then host."""
     host, _, port = address.rpartition(":")
     return int(port).to_bytes(2, "big") + _packed(host)
 
 
 def addresses_in(values: Iterable[bytes], hosts: Iterable[str]) -> set[str]:
-    """Return the addresses with one of these hosts that the values contain, as gloo writes them."""
+    """Find the addresses in values written by gloo. Only addresses with one of `hosts` are recognized."""
     packed = {host: _packed(host) for host in hosts}
     heads = [value[:_HEAD] for value in values]
     return {f"{host}:{port}" for head in heads for host in packed for port in _ports(head, packed[host])}
@@ -115,7 +115,7 @@ def _packed(host: str) -> bytes:
 
 
 def _ports(value: bytes, host: bytes) -> Iterator[int]:
-    """Yield the port before each occurrence of `host`."""
+    """Yield the port that precedes each occurrence of `host`."""
     at = value.find(host, 2)
     while at >= 0:
         yield int.from_bytes(value[at - 2 : at], "big")
@@ -123,14 +123,20 @@ def _ports(value: bytes, host: bytes) -> Iterator[int]:
 
 
 Ends: TypeAlias = tuple[str, str]
-"""Local and remote address of a connection, as text."""
+"""Local and remote address of a connection, as strings."""
 
 _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
 
 @dataclass(frozen=True)
 class OpenSocket:
-    """An open connection. `identity` tells its socket from a later one with the same number."""
+    """An open connection.
+
+    Attributes:
+        number: The socket's file descriptor.
+        identity: The socket's inode. It differs from that of a later socket with the same file descriptor.
+        ends: Local and remote address.
+    """
 
     number: int
     identity: int
@@ -138,12 +144,12 @@ class OpenSocket:
 
     @property
     def is_open(self) -> bool:
-        """True if this process still has it. Gloo closes a connection that the other side has ended."""
+        """True if this process still has the socket. Gloo closes a socket when the peer ends the connection."""
         return _identity(self.number) == self.identity
 
     def shut(self) -> None:
-        """Shut down the socket for both sides. Does nothing if it is already closed."""
-        with suppress(OSError):  # it may be closed already
+        """Shut down the socket in both directions. Do nothing if it is already closed."""
+        with suppress(OSError):  # the socket may be closed already
             duplicate = os.dup(self.number)  # no other thread can close the duplicate
             try:
                 if _identity(duplicate) == self.identity:
@@ -153,13 +159,13 @@ class OpenSocket:
 
 
 def open_sockets() -> dict[int, int]:
-    """Return the sockets of this process, as identities by number."""
+    """Return the inodes of this process's sockets by file descriptor."""
     found = {}
     try:
         names = os.listdir(_FOLDER)
     except OSError:
         return {}
-    for name in names:  # there are many, and `_identity` would take twice as long
+    for name in names:  # inlined for speed: there are many descriptors, and `_identity` would take twice as long
         number = int(name)
         try:
             status = os.fstat(number)
@@ -171,10 +177,10 @@ def open_sockets() -> dict[int, int]:
 
 
 def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:
-    """Return the TCP sockets that were opened after `before` was taken.
+    """Return the TCP sockets that were opened since `open_sockets` returned `before`.
 
     Returns:
-        The connected sockets, and the addresses of the listening ones.
+        The connected sockets, and the addresses of the listening sockets.
     """
     connections, listening = list[OpenSocket](), list[str]()
     for number, identity in open_sockets().items():
@@ -187,12 +193,12 @@ def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:
 
 
 def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSocket]:
-    """Return the sockets of `own` that lead to an address at which a rank listens, this one or another."""
+    """Return the sockets of which one end is an address in `listening`, where this or another rank listens."""
     return [connection for connection in own if listening & set(connection.ends)]
 
 
 def _identity(number: int) -> int:
-    """Return the inode of a socket; 0 for anything else."""
+    """Return a socket's inode, or 0 for other or closed file descriptors."""
     try:
         status = os.fstat(number)
     except OSError:
@@ -209,10 +215,10 @@ def _shut(number: int) -> None:
 
 
 def _ends(number: int) -> Ends | tuple[str] | tuple[()]:
-    """Return both ends of a TCP connection, or the address of a listening socket; nothing for anything else.
+    """Return both addresses of a TCP connection or the address of a listening socket, else an empty tuple.
 
-    This calls C, because a socket object of Python would make the socket non-blocking after `socket.setdefaulttimeout`,
-    and most of these sockets belong to other code.
+    This function calls C, because most of these sockets belong to other code. After `socket.setdefaulttimeout`,
+    wrapping a socket in a Python object makes it non-blocking.
     """
     c = _c()
     own = _address(c.getsockname, number)
@@ -232,7 +238,7 @@ def _c() -> ctypes.CDLL:
 
 
 def _address(ask: Callable[..., int], number: int) -> str | None:
-    """Return the result of C's `getsockname` or `getpeername`; None if it is not a TCP socket or has no such end."""
+    """Call C's `getsockname` or `getpeername`. Return None for sockets that are not TCP or have no such address."""
     room, size = ctypes.create_string_buffer(_SIZE_OF_ADDRESS), ctypes.c_uint32(_SIZE_OF_ADDRESS)
     if ask(number, room, ctypes.byref(size)) != 0:
         return None

@@ -1,4 +1,4 @@
-"""Finds out from its traceback if a library raised an exception. Pure functions."""
+"""Determines from a traceback whether a library raised the exception. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def is_of(error: BaseException, package: str, passing_on: str = "") -> bool:
-    """Return True if an exception came out of a library, not out of a `raise` in other Python code.
+    """Return True if the library raised the exception, rather than a `raise` statement in other Python code.
 
-    If compiled code raised it, the traceback ends in the Python code that called it, at an instruction other than
-    `raise`. It does not show whose compiled code that was, so it counts as the library's.
+    If compiled code raised the exception, the traceback ends in the calling Python code, at an instruction other than
+    `raise`. It does not show which library the compiled code belongs to, so this library is assumed.
 
     Args:
-        error: The exception.
-        package: Name of the library's package. Nothing is from a package that is not imported.
-        passing_on: A module of the package that raises exceptions from elsewhere again, such as from another process.
+        error: The exception to classify.
+        package: Name of the library's package. If it is not imported, none of its Python code can have raised.
+        passing_on: A module of the package that only re-raises exceptions, such as exceptions from another process.
     """
     where = error.__traceback__
     if where is None:
@@ -34,7 +34,7 @@ def is_of(error: BaseException, package: str, passing_on: str = "") -> bool:
 
 
 def _is_in(filename: str, name: str) -> bool:
-    """Return True if a file belongs to an imported module or package."""
+    """Return True if a source file belongs to the imported module or package `name`."""
     place: str | None = getattr(sys.modules.get(name), "__file__", None)
     if place is None:
         return False
@@ -43,7 +43,7 @@ def _is_in(filename: str, name: str) -> bool:
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, its cause, the cause of that, and so on."""
+    """Yield an exception and its chain of causes, or contexts where there is no explicit cause."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

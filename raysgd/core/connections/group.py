@@ -1,4 +1,4 @@
-"""Exchange of NumPy arrays over a mesh. For small arrays, it is ten times faster than gloo."""
+"""Collectives on NumPy arrays over a mesh. For small arrays, they are ten times faster than gloo's."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from raysgd.core.engine.shared.types import LOOPBACK, World
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_SUM, _ALL, _FIRST, _VALUE, _SUM_AND_ROW = range(5)  # kinds of exchange
+_SUM, _ALL, _FIRST, _VALUE, _SUM_AND_ROW = range(5)  # types of collectives
 _QUICK_BYTES_OF_MANY = 8 * 2**20
-"""Largest sum over more than `MOST` ranks that is faster than with gloo, as measured by
+"""Largest array for which a sum over more than `MOST` ranks is faster than gloo's, as measured by
 `examples/benchmarks/small_sums.py`. With fewer ranks, sums of any size are faster."""
 
 _QUICK_BYTES_AT_PORTS = 2**20
-"""The same limit for more than two ranks on one node without Unix sockets."""
+"""Largest array for which a sum is faster than gloo's on one node without Unix sockets, with more than two ranks."""
 
 
 class Group:
-    """Sums and other exchanges over all ranks, as one rank makes them.
+    """One rank's collectives over all ranks: sums, gathers and broadcasts.
 
-    All ranks get the same sums, to the bit. Up to eight ranks on one node add in the order of ranks.
+    Sums are bitwise identical on all ranks. Up to eight ranks on one node are summed in rank order.
 
     Args:
-        world: This rank's place.
-        mesh: The connections; None if there is only one rank.
-        hosts: The address of each rank's node, by rank. Empty if all are on one node.
+        world: This rank and the size of the group.
+        mesh: Connections to the other ranks, or None if there is only one rank.
+        hosts: The address of each rank's node, by rank. Empty if all ranks are on one node.
     """
 
     def __init__(self, world: World, mesh: Mesh | None = None, hosts: Sequence[str] = ()) -> None:
@@ -50,7 +50,7 @@ class Group:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank waited in exchanges for a rank that had not begun them."""
+        """Seconds that this rank spent in collectives waiting for a rank that had not started them."""
         return 0.0 if self._connections is None else self._connections.waited_s
 
     @property
@@ -59,18 +59,21 @@ class Group:
         return self._connections
 
     def add_up(self, numbers: Array) -> None:
-        """Replace `numbers` by the sums over all ranks."""
+        """Sum `numbers` over all ranks, in place."""
         if self.size > 1:
             flat = _flat(numbers)
             assert self._adding is not None, "a group of several ranks needs connections"
             self._adding.add_up(flat, _kind(_SUM, flat))
 
     def add_up_with(self, numbers: Array, row: Array) -> list[Array]:
-        """Replace `numbers` by the sums over all ranks. Return every rank's row, sent with the sum if possible.
+        """Sum `numbers` over all ranks, in place, and gather every rank's row, in the same messages if possible.
 
         Args:
-            numbers: The numbers to add up.
-            row: Bytes, the same number on each rank.
+            numbers: The array to sum.
+            row: An array of bytes, of the same length on each rank.
+
+        Returns:
+            The row of each rank, by rank.
         """
         flat = _flat(numbers)
         if self._adding is not None and self._adding.can_carry(flat):
@@ -80,14 +83,14 @@ class Group:
         return rows
 
     def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """Return the sum of all ranks' rows, added in the order of ranks and rows. All ranks get the same bits.
+        """Return the sum of all rows of all ranks, added in rank and row order. It is bitwise identical on all ranks.
 
         Args:
             rows: This rank's rows, possibly none.
             counts: Number of rows of each rank.
 
         Returns:
-            The sum, in memory that the next call reuses.
+            The sum, in a buffer that the next call overwrites.
         """
         width = rows.shape[1]
         bounds = [width * rank // self.size for rank in range(self.size + 1)]
@@ -111,7 +114,7 @@ class Group:
         return sums
 
     def _rooms_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
-        """Return room for the parts of the other ranks' rows, in memory that is reused."""
+        """Return receive buffers for parts of the other ranks' rows, by rank, in memory that later calls reuse."""
         num_rows = sum(counts) - counts[self.rank]
         if len(self._scratch) < num_rows * width * dtype.itemsize:
             self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
@@ -124,16 +127,16 @@ class Group:
         return rooms
 
     def is_quick_for(self, num_bytes: int) -> bool:
-        """Return True if a sum of so many bytes is at least as fast as with gloo. All ranks get the same answer."""
+        """Return True if summing `num_bytes` bytes is at least as fast as with gloo. All ranks get the same result."""
         if self.size > 2 and len(self._nodes.ranks) == 1 and not has_names(self._nodes.hosts[0]):
             return num_bytes <= _QUICK_BYTES_AT_PORTS
         return self.size <= MOST or num_bytes <= _QUICK_BYTES_OF_MANY
 
     def gather(self, numbers: Array) -> list[Array]:
-        """Return every rank's array, by rank. All have the same shape."""
+        """All-gather: return every rank's array, by rank. All arrays must have the same shape."""
         if self.size == 1:
             return [numbers]
-        own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy would turn a single number into a row
+        own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy turns 0-d arrays into 1-d; undo that
         if self.size > MOST:
             return self._gathered_in_rounds(own)
         received = [own if rank == self.rank else np.empty_like(own) for rank in range(self.size)]
@@ -142,8 +145,8 @@ class Group:
         return received
 
     def _gathered_in_rounds(self, own: Array) -> list[Array]:
-        """Gather in log N rounds. In each, a rank sends all that it has to a rank twice as far away as in the last."""
-        found = np.empty((self.size, *own.shape), own.dtype)  # starts with this rank's
+        """All-gather in log2 N rounds. In each, a rank sends all arrays it has, twice as far as in the round before."""
+        found = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
         found[0] = own
         for distance in doubled(self.size):
             count = min(distance, self.size - distance)
@@ -153,18 +156,18 @@ class Group:
         return [found[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """Return all ranks' rows in one array. `counts` has the number of rows of each rank."""
+        """Return the rows of all ranks in one array. `counts` holds the number of rows of each rank."""
         padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
         padded[: len(rows)] = rows
         parts = self.gather(padded)
         return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def largest(self, number: float) -> float:
-        """Return the largest of the ranks' numbers."""
+        """Return the maximum of `number` over all ranks."""
         return max(float(one[0]) for one in self.gather(np.array([number], np.float64)))
 
     def from_first(self, numbers: Array) -> None:
-        """Replace `numbers` by rank 0's."""
+        """Broadcast `numbers` from rank 0, in place."""
         if self.size == 1:
             return
         flat, kind = _flat(numbers), _kind(_FIRST, numbers)
@@ -176,18 +179,18 @@ class Group:
             self._adding.tell(flat, kind)
 
     def send(self, value: Any, takers: Sequence[int]) -> None:
-        """Send a picklable value to `takers`, which must all call `receive` now."""
+        """Send a picklable value to the ranks `takers`, which must all call `receive` at the same time."""
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         self.send_parts([memoryview(head), *(buffer.raw() for buffer in buffers)], takers)
 
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """Return the value that `source` sends to `takers`. This rank is one of them."""
+        """Receive the value that rank `source` sends to `takers`, which include this rank."""
         head, *buffers = self.receive_parts(source, takers)
         return pickle.loads(head.data, buffers=buffers)
 
     def send_parts(self, parts: Sequence[Bytes], takers: Sequence[int]) -> None:
-        """Send bytes in several parts to `takers`, which must all call `receive_parts` now."""
+        """Send several buffers to the ranks `takers`, which must all call `receive_parts` at the same time."""
         if takers:
             chain = self._chain(self.rank, takers)
             chain.pass_on(as_bytes(np.array([len(parts)], np.int64)))
@@ -195,7 +198,7 @@ class Group:
             chain.pass_on(*parts)
 
     def receive_parts(self, source: int, takers: Sequence[int]) -> list[Array]:
-        """Return the parts that `source` sends to `takers`, as byte arrays."""
+        """Receive the buffers that rank `source` sends to `takers`, as byte arrays."""
         chain = self._chain(source, takers)
         count = np.zeros(1, np.int64)
         chain.pass_on(as_bytes(count))
@@ -210,7 +213,7 @@ class Group:
 
 
 class EarlyVotes:
-    """Votes that are held ahead of time: does any rank say yes? All ranks ask the same questions in the same order."""
+    """Asynchronous votes on whether any rank says yes. All ranks must ask the same questions in the same order."""
 
     def __init__(self, world: World, mesh: Mesh) -> None:
         self._mesh, self._others = mesh, sorted(others(world.rank, world.size))
@@ -218,7 +221,7 @@ class EarlyVotes:
         self._num_asked = self._num_heard = 0
 
     def ask(self, says_yes: bool) -> Callable[[], bool]:
-        """Cast this rank's vote. Return a function that waits for all votes and returns the answer; call it once."""
+        """Cast this rank's vote. Return a function that waits for all votes and returns the result; call it once."""
         self._mesh.swap(dict.fromkeys(self._others, memoryview(bytes([says_yes]))), {})
         self._own.append(says_yes)
         self._num_asked += 1
@@ -227,7 +230,7 @@ class EarlyVotes:
     def _hear(self, number: int) -> bool:
         """Return True if any rank said yes to question `number`, counted from 1.
 
-        Skips answers to earlier questions that nobody waited for, as when a `fit` ends before its data does.
+        Discard answers to earlier questions that nobody waited for. They occur if a `fit` ends before its data does.
         """
         while True:
             heard = {rank: bytearray(1) for rank in self._others}
@@ -239,16 +242,16 @@ class EarlyVotes:
 
 
 def _kind(exchange: int, numbers: Array) -> int:
-    """Return a number for the kind of exchange and its type.
+    """Encode the type of collective and the array's dtype as one integer.
 
-    Ranks that disagree on it would misread each other's data.
+    Ranks compare it, because ranks in different collectives would misread each other's data.
     """
     return exchange << 16 | ord(numbers.dtype.kind) << 8 | numbers.dtype.itemsize & 0xFF
 
 
 def _flat(array: Array) -> Array:
-    """Return the same memory as one row."""
-    if not array.flags.c_contiguous:  # `reshape` would make a copy, and the array would stay unchanged
+    """Return a one-dimensional view of the array."""
+    if not array.flags.c_contiguous:  # `reshape` would return a copy, and the array would stay unchanged
         raise ValueError(
             f"an array of shape {array.shape} with strides {array.strides} cannot be exchanged in place, because its "
             "memory is not contiguous. Pass `numpy.ascontiguousarray(array)`."

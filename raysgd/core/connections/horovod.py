@@ -1,4 +1,4 @@
-"""Horovod with Gloo. The workers connect through Horovod's rendezvous server on rank 0, without `mpirun`."""
+"""Horovod over gloo. The workers connect through Horovod's rendezvous server on rank 0, without `mpirun`."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ INSTALL_COMMAND = "python -m raysgd.horovod.install"
 
 _POLL_S = 0.01
 _REQUEST_TIMEOUT_S = 60
-_SCOPE = "raysgd"  # our keys on the rendezvous server, separate from Horovod's own
+_SCOPE = "raysgd"  # scope of our keys on the rendezvous server, separate from Horovod's scopes
 _LONGEST_STALL_WARNING_S = 60  # Horovod's default
 
-# Horovod's messages if connected ranks ask for different things, which is a mistake in a program. Compared in lower
-# case. Any other error of a collective means that the group is broken.
+# Parts of Horovod's error messages, in lower case, if connected ranks disagree about a collective. That is a bug in the
+# user's program. Any other error in a collective means that the group is broken.
 _MISTAKES = ("mismatched ", "with the same name as another tensor", "rank zero tried to ", "not supported with join")
 
 
 class RendezvousFailed(RuntimeError):
-    """The ranks did not find each other. Raised by `join` only."""
+    """The ranks could not connect to each other. Raised by `join` only."""
 
 
 @dataclass
 class HorovodConnection(Connection):
-    """Horovod, initialized over all ranks. Also for a single rank, so that `hvd.rank()` works in user code.
+    """Initializes Horovod over all ranks, even for a single rank, so that `hvd.rank()` works in user code.
 
-    It sets environment variables that Horovod reads, except those that the user has set to tune Horovod.
+    The connection sets environment variables that Horovod reads. It leaves tuning variables that the user has set.
 
     Attributes:
         timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds and
-            checks four times in this period, at least once a minute, so it may take half as long again.
-        start_timeout_s: How long ranks wait for others at the start; None for `timeout_s`.
-        interfaces: The network interfaces that may be used. Each node takes the first that it has. Empty for the one
-            that leads to rank 0.
+            checks four times per period, at least once a minute, so raising may take up to 50% longer.
+        start_timeout_s: How long ranks wait for others while the group forms. Default: `timeout_s`.
+        interfaces: Names of allowed network interfaces. Each node uses the first that it has. If empty, each node uses
+            the interface that leads to rank 0.
     """
 
     timeout_s: float = 1800.0
@@ -58,14 +58,14 @@ class HorovodConnection(Connection):
     _variables_before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the settings, because the driver's copy may have been interrupted in an earlier group."""
+        """Pickle the settings only, because the driver's copy may still have the state of an earlier group."""
         return type(self), (self.timeout_s, self.start_timeout_s, self.interfaces)
 
     def load(self) -> None:
         """Import Horovod.
 
         Raises:
-            ImportError: Horovod is missing, or does not fit the installed PyTorch.
+            ImportError: Horovod is missing or incompatible with the installed PyTorch.
         """
         self.load_in_driver()
         defer_compiler()
@@ -78,7 +78,7 @@ class HorovodConnection(Connection):
         return True
 
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Open Horovod's rendezvous server on rank 0. The other ranks listen only from `hvd.init` on."""
+        """Start Horovod's rendezvous server on rank 0. The other ranks do not listen before `hvd.init`."""
         self._is_interrupted = False
         if rank:
             return 0
@@ -90,7 +90,7 @@ class HorovodConnection(Connection):
 
         Raises:
             RuntimeError: Other code in this process has already initialized Horovod.
-            ValueError: This node has none of the interfaces.
+            ValueError: This node has none of the allowed interfaces.
         """
         hvd = import_horovod()
         if hvd.is_initialized():
@@ -109,7 +109,7 @@ class HorovodConnection(Connection):
             ) from error
 
     def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
-        """Wait until all ranks are here, because `hvd.init` cannot be interrupted. Return this rank's crossing."""
+        """Wait for all ranks, because `hvd.init` cannot be interrupted. Return this rank's entry of `crossings`."""
         deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
         _put(rendezvous, f"place-{world.rank}", [world.node_rank, world.local_rank])
         if world.rank == 0:
@@ -134,10 +134,10 @@ class HorovodConnection(Connection):
 
     def interrupt(self) -> None:
         self._is_interrupted = True
-        self._close_server()  # makes an `hvd.init` give up that is still looking for ranks
+        self._close_server()  # makes `hvd.init` give up if it is still waiting for ranks
 
     def leave(self) -> None:
-        if self._has_joined:  # do not end a Horovod that other code initialized
+        if self._has_joined:  # do not shut down Horovod if other code initialized it
             import_horovod().shutdown()
         self._has_joined = False
         self._close_server()
@@ -168,15 +168,15 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def import_horovod() -> Any:
-    """Return Horovod's module for PyTorch.
+    """Import and return Horovod's PyTorch module.
 
     Raises:
-        ImportError: Horovod is missing (then a `ModuleNotFoundError`), or does not fit the installed PyTorch. The
-            message has the command to install it.
+        ModuleNotFoundError: Horovod is missing. The message has the command to install it.
+        ImportError: Horovod is incompatible with the installed PyTorch. The message has the command to install it.
     """
     try:
         import horovod.torch as hvd
-    except Exception as error:  # a Horovod built for another PyTorch may fail in any way
+    except Exception as error:  # a Horovod built for another PyTorch version may raise any exception
         is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod"
         reason = "which is not installed" if is_missing else f"which fails to load ({type(error).__name__}: {error})"
         raise _unusable(reason, ModuleNotFoundError if is_missing else ImportError) from error
@@ -194,7 +194,14 @@ def _unusable(reason: str, error_class: type[ImportError] = ImportError) -> Impo
 
 
 def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return each rank's cross rank and cross size: its place among the ranks with its local rank, and their number."""
+    """Return each rank's cross rank and cross size.
+
+    In Horovod's terms, the cross rank is a rank's index among the ranks with the same local rank on all nodes. The
+    cross size is the number of these ranks.
+
+    Args:
+        places: Node rank and local rank of each rank.
+    """
     answer = []
     for node_rank, local_rank in places:
         nodes = sorted(other_node for other_node, other_local in places if other_local == local_rank)
@@ -203,7 +210,7 @@ def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> dict[str, str]:
-    """Return the variables that tell Horovod which rank this is and where the others are."""
+    """Return the environment variables with this process's rank and the rendezvous server's address."""
     return {
         "HOROVOD_HOSTNAME": f"node-{world.node_rank}",
         "HOROVOD_RANK": str(world.rank),
@@ -220,7 +227,7 @@ def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> di
 
 
 def tuning(timeout_s: float, interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that give Horovod our timeout and interface, except those that the user set."""
+    """Return the environment variables with our timeout and interface, except those that `environment` has."""
     seconds = max(1, math.ceil(timeout_s))
     wanted = {
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
@@ -236,7 +243,7 @@ def first_of(interfaces: Sequence[str]) -> str:
     """Return the first of these network interfaces that this machine has.
 
     Raises:
-        ValueError: It has none of them.
+        ValueError: The machine has none of the interfaces.
     """
     import psutil
 
@@ -249,7 +256,7 @@ def first_of(interfaces: Sequence[str]) -> str:
 
 
 def _interface_towards(address: str) -> str | None:
-    """Return the network interface through which this machine reaches `address`; None if unknown."""
+    """Return the network interface through which this machine reaches `address`, or None if unknown."""
     import psutil
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
@@ -265,13 +272,13 @@ def _interface_towards(address: str) -> str | None:
 
 
 def _start_server(host: str) -> tuple[int, Callable[[], None]]:
-    """Start Horovod's rendezvous server in a thread. Return its port and a function that ends it.
+    """Start Horovod's rendezvous server in a thread. Return its port and a function that stops it.
 
-    Any process that reaches the server can read and write the values on it.
+    The server has no access control: any process that reaches it can read and write its values.
     """
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    # Horovod gives a client 3 s to send its request. On a busy machine a worker may need longer.
+    # By default, a client has 3 s to send its request. On a busy machine, a worker may need longer.
     handler = type("PatientHandler", (RendezvousHandler,), {"timeout": _REQUEST_TIMEOUT_S})
 
     def bind(server: Any) -> None:
@@ -279,10 +286,10 @@ def _start_server(host: str) -> tuple[int, Callable[[], None]]:
         server.socket = listen_at(host)
         server.server_address = server.socket.getsockname()
 
-    # Horovod's own bind would also look up the name of the machine.
+    # Horovod's own `server_bind` would also look up the machine's host name.
     kind = type("RendezvousServer", (RendezvousHTTPServer,), {"server_bind": bind})
     server: Any = kind((host, 0), handler, 0)
-    server.daemon_threads = True  # a stuck client does not block the end
+    server.daemon_threads = True  # a stuck client must not block shutdown
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
 
@@ -295,12 +302,12 @@ def _start_server(host: str) -> tuple[int, Callable[[], None]]:
 
 
 def _put(rendezvous: Rendezvous, key: str, value: Any) -> None:
-    """Write a value under our scope of the rendezvous server."""
+    """Store a value on the rendezvous server, in our scope."""
     _request(rendezvous, "PUT", key, json.dumps(value))
 
 
 def _get(rendezvous: Rendezvous, key: str) -> Any:
-    """Return a value under our scope; None if there is none yet."""
+    """Return a value in our scope on the rendezvous server, or None if the key is not set yet."""
     status, body = _request(rendezvous, "GET", key)
     return json.loads(body) if status == http.HTTPStatus.OK else None
 

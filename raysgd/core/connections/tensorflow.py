@@ -1,8 +1,9 @@
-"""Connections between TensorFlow replicas, over sockets of our own.
+"""Connects TensorFlow replicas over raysgd's own sockets.
 
-In a group of several workers, each has `TF_CONFIG` as TensorFlow documents it, for code that reads its rank there.
+In a group of several workers, each worker has `TF_CONFIG` set as TensorFlow documents it, for code that reads its rank
+from this variable.
 
-ADR 31 explains why TensorFlow's own groups are not used.
+ADR 31 explains why TensorFlow's own collectives are not used.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _TF_CONFIG = "TF_CONFIG"
 
 @dataclass
 class TensorFlowConnection(Connection):
-    """Connects replicas that each run a separate TensorFlow, and exchange numbers over our own sockets.
+    """Connects replicas that each run a separate TensorFlow, with collectives over raysgd's own sockets.
 
     Attributes:
         variables: Environment variables to set in remote workers before TensorFlow is imported.
-        timeout_s: How long to wait for the other ranks.
-        form_timeout_s: How long ranks may take to form a group, at most `timeout_s`.
+        timeout_s: How long a collective may wait for other ranks.
+        form_timeout_s: How long ranks may take to form a group. Capped at `timeout_s`.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class TensorFlowConnection(Connection):
         deadline = Deadline(min(self.form_timeout_s, self.timeout_s), lambda: self._is_interrupted)
         lanes = self._endpoint.connect(rendezvous, world.rank, [others(world.rank, world.size)] * 2, deadline)
         self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
-        deadline.check()  # catch an interrupt that came before there was anything to cut
+        deadline.check()  # detect an interrupt that came before the connections existed
         addresses = [f"{host}:{port}" for host, port in rendezvous.addresses]
         os.environ[_TF_CONFIG] = cluster_of(addresses, world.rank)
         gradients, votes = self._lanes
@@ -101,27 +102,29 @@ class TensorFlowConnection(Connection):
 
 
 _JOINED: tuple[Group, EarlyVotes] | None = None
-"""The group for gradients, metrics and states; and the votes on which ranks have data left, held in the background."""
+"""The group for gradients, metrics and state, and the asynchronous votes on which ranks have data left."""
 
 
 def group_of(world: World) -> Group:
-    """Return the group that this process joined, for a rank at this place.
+    """Return the group that this process joined.
 
-    A standby worker has not joined one yet. It gets a group of its own, whatever its place will be.
+    A standby worker has not joined a group yet. It gets a single-rank group, whatever `world` says.
     """
     return _JOINED[0] if world.is_distributed and _JOINED is not None else Group(World(0, 1))
 
 
 def votes() -> EarlyVotes:
-    """Return the votes of the group that this process joined. There have to be several ranks."""
+    """Return the votes of the group that this process joined. The group must have several ranks."""
     assert _JOINED is not None, "a rank that is alone has no other rank to ask"
     return _JOINED[1]
 
 
 def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> None:
-    """Import TensorFlow. In a worker process, set these variables and limit the threads.
+    """Import TensorFlow. In a worker process, set the environment variables first and limit TensorFlow's threads.
 
-    In the driver, whose environment and threads belong to the user, `num_threads` is None.
+    Args:
+        variables: Environment variables for worker processes.
+        num_threads: Limit for threads, or None in the driver, whose environment and threads belong to the user.
     """
     if num_threads is None:
         import tensorflow  # noqa: F401
@@ -132,9 +135,9 @@ def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> No
 
     try:
         tf.config.threading.set_intra_op_parallelism_threads(num_threads)
-        # One more thread, because an operation that waits for other ranks holds one.
+        # One extra thread, because an op that waits for other ranks occupies a thread.
         tf.config.threading.set_inter_op_parallelism_threads(num_threads + 1)
-    except RuntimeError:  # the user's hook has already used TensorFlow
+    except RuntimeError:  # the user's hook has already initialized TensorFlow
         return
 
 
@@ -148,5 +151,8 @@ def cluster_of(addresses: Sequence[str], rank: int) -> str:
 
 
 def keras_of_driver() -> dict[str, str]:
-    """Return the variables that choose Keras in the driver. Workers need them before they import TensorFlow."""
+    """Return the driver's environment variables that select the Keras version and backend.
+
+    Workers must set them before they import TensorFlow.
+    """
     return {name: os.environ[name] for name in ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND") if name in os.environ}

@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.002
 _ABORT_S = 60.0
-_FORM_BESIDE_S = 6.0  # all ranks were there a moment ago, so a fifth of gloo's own limit is enough
+_FORM_BESIDE_S = 6.0  # a fifth of gloo's own limit, because all ranks have just communicated
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# Messages of the transports if a peer is gone. Compared in lower case with a RuntimeError that PyTorch raised.
+# Parts of the transports' error messages, in lower case, if a peer is gone. PyTorch raises them as `RuntimeError`.
 _BROKEN = (
     "connection closed by peer",
     "connection reset by peer",
@@ -53,13 +53,13 @@ _BROKEN = (
 
 @dataclass
 class TorchConnection(Connection):
-    """One default process group over all ranks; none for a single rank.
+    """Forms the default process group over all ranks. A single rank gets no group by default.
 
     Attributes:
         transport: "gloo" or "nccl".
         timeout_s: How long a collective may wait for other ranks before it raises.
-        form_timeout_s: How long ranks may take to form a group, at most `timeout_s`.
-        joins_alone: True to form a group even for a single rank, which others may join later.
+        form_timeout_s: How long ranks may take to form a group. Capped at `timeout_s`.
+        joins_alone: Whether to form a group even for a single rank, because others may join later.
     """
 
     transport: str = "gloo"
@@ -90,7 +90,7 @@ class TorchConnection(Connection):
         import torch.distributed  # noqa: F401
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:
-        """Choose the GPU by its ordinal in this process, because CUDA may have read `CUDA_VISIBLE_DEVICES` already.
+        """Select the GPU by its ordinal in this process, because CUDA may have read `CUDA_VISIBLE_DEVICES` already.
 
         Raises:
             RuntimeError: This process cannot see the GPU.
@@ -132,10 +132,10 @@ class TorchConnection(Connection):
         timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo cannot change it later
         dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
-            store.longest_wait_s = math.inf  # the group has formed, and later waits may take long
+            store.longest_wait_s = math.inf  # the short limit was for forming the group; later waits may take longer
             if self._mesh is not None:
                 self._mesh.timeout_s = self.timeout_s
-            deadline.check()  # catch an interrupt that came before there was anything to cut
+            deadline.check()  # detect an interrupt that came before the connections existed
             assert self._gloo is not None
             self._gloo.look()
         self._is_formed = True
@@ -146,7 +146,7 @@ class TorchConnection(Connection):
         return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
 
     def _connect(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
-        """Connect to the other ranks. Return the store that all of them share."""
+        """Connect to the other ranks. Return the store that all ranks share."""
         if not world.is_distributed:
             return _c10d("HashStore")()
         assert self._endpoint is not None, "a rank of several listens before it joins the others"
@@ -167,7 +167,7 @@ class TorchConnection(Connection):
         return self._store_of_rank_0(rendezvous, world, self._board)
 
     def _store_of_rank_0(self, rendezvous: Rendezvous, world: World, board: Board) -> Any:
-        """Return a store of PyTorch's own. NCCL's threads would call a store in Python while the process ends."""
+        """Return a `TCPStore` hosted by rank 0. NCCL's threads would call a Python store even during process exit."""
         host = rendezvous.address
         options = {"wait_for_workers": False, "timeout": datetime.timedelta(seconds=self._form_timeout_s)}
         if world.rank == 0:
@@ -180,16 +180,16 @@ class TorchConnection(Connection):
         return _c10d("TCPStore")(host, port, is_master=False, **options)
 
     def _tell(self, world: World, topic: str, word: bytes) -> list[bytes]:
-        """Send a word to all ranks. Return the words of all ranks, by rank."""
+        """All-gather a byte string over the board. Return the strings of all ranks, by rank."""
         assert self._board is not None
         self._board.put(f"{topic}/{world.rank}", word)
         return [self._board.get(f"{topic}/{rank}", self._form_timeout_s) for rank in range(world.size)]
 
     def _see_gpus_of_node(self, world: World) -> None:
-        """Let this process see the GPUs of all workers on its node, and compute on its own.
+        """Make the GPUs of all workers on this node visible, and select this worker's GPU.
 
-        Workers that see only one GPU each cannot reach each other's GPU memory, so NCCL takes detours or fails. Has an
-        effect only if CUDA has not read the variable yet.
+        If each worker sees only its own GPU, workers cannot access each other's GPU memory, and NCCL is slow or fails.
+        This has an effect only if CUDA has not read `CUDA_VISIBLE_DEVICES` yet.
         """
         import torch
 
@@ -210,27 +210,27 @@ class TorchConnection(Connection):
             torch.cuda.set_device(0)
 
     def new_group_beside(self, form_timeout_s: float | None = None) -> Any:
-        """Form another group of all ranks, over gloo. All ranks have to call this. `interrupt` also ends waits in it.
+        """Form another gloo group over all ranks. All ranks must call this. `interrupt` also ends waits in this group.
 
         Args:
-            form_timeout_s: How long a rank waits for one that dies while the group forms, which nothing else ends. It
-                is also the timeout of the group. None for that of the default group.
+            form_timeout_s: Timeout of the group. It is the only limit if a rank dies while the group forms. Default:
+                the timeout of the default group.
         """
         import torch.distributed as dist
 
         if self._group is not None:
-            self._group.add_up(np.zeros(1))  # waits for all ranks, or raises here if one is gone
+            self._group.add_up(np.zeros(1))  # a barrier: waits for all ranks, or raises if a rank is gone
         before = open_sockets() if self.transport != "gloo" else {}
         if self._gloo is not None:
-            self._gloo.found = None  # so that the sockets about to be opened can be cut, too
+            self._gloo.found = None  # makes `cut` search again, so that it also cuts the new group's sockets
         timeout = None if form_timeout_s is None else datetime.timedelta(seconds=form_timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
         self._beside.append(group)
         if self._gloo is not None:
-            if self.transport != "gloo":  # gloo wrote its addresses to PyTorch's own store
+            if self.transport != "gloo":  # gloo wrote its addresses to the `TCPStore`, not to the board
                 self._tell_where_gloo_listens(opened_since(before)[1])
             self._gloo.look()
-        if self._is_cut:  # by another thread in the meantime
+        if self._is_cut:  # another thread has interrupted the group in the meantime
             self._cut()
         return group
 
@@ -245,9 +245,9 @@ class TorchConnection(Connection):
         self._cut()
 
     def give_up(self, error: BaseException) -> None:
-        """End the mesh and the board, which all ranks notice.
+        """Shut down the mesh and the board, so that all ranks notice.
 
-        Cut gloo too, unless the error came from the mesh: ADR 55.
+        Cut gloo's sockets too, unless the error came from the mesh: ADR 55.
         """
         is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
         if self._is_formed and is_in_mesh:
@@ -264,7 +264,7 @@ class TorchConnection(Connection):
             self._end_exchanges()
         if self.transport == "nccl" and self._has_joined and self._aborting is None:
             self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
-            self._aborting.start()  # it may take long, and the interrupting thread also answers heartbeats
+            self._aborting.start()  # in a thread, because aborting may take long and this thread answers heartbeats
 
     def _end_exchanges(self) -> None:
         for part in (self._mesh, self._board):
@@ -273,13 +273,13 @@ class TorchConnection(Connection):
 
     @property
     def is_broken(self) -> bool:
-        """True if a connection to another rank is known to have ended. Some connections are not known."""
+        """True if a connection to another rank is known to have ended. Not all connections are monitored."""
         is_mesh_broken = self._mesh is not None and self._mesh.is_broken
         is_gloo_broken = self._gloo is not None and not self._gloo.are_open
         return self._is_cut or is_mesh_broken or is_gloo_broken
 
     def leave_for_another(self) -> None:
-        """Leave the group, but cut gloo's connections a little later if no rank waits in them: ADR 55."""
+        """Leave the group. Unless it is interrupted, postpone cutting gloo's connections for a moment: ADR 55."""
         import torch.distributed as dist
 
         if self.transport == "gloo" and self._is_formed and not self._is_cut:
@@ -288,7 +288,7 @@ class TorchConnection(Connection):
         self._leave()
 
     def _end_later(self, groups: list[Any]) -> DelayedCalls:
-        """Cut gloo's connections later, and then release the groups."""
+        """Cut gloo's connections and release the process groups, each after a delay."""
 
         def let_go() -> None:
             time.sleep(_SETTLE_S)  # see `end_process_group`
@@ -311,10 +311,10 @@ class TorchConnection(Connection):
         self._cut()
         if self._aborting is not None:
             self._aborting.join(_ABORT_S)
-            if self._aborting.is_alive():  # otherwise others would wait forever for it, because it answers heartbeats
+            if self._aborting.is_alive():  # raise: this process still answers heartbeats, so others would wait forever
                 raise ConnectFailed(f"NCCL did not end its connections within {_ABORT_S:g} s: this process is stuck")
             self._aborting = None
-        if self._has_joined:  # do not end a group that other code formed
+        if self._has_joined:  # do not destroy a group that other code formed
             end_process_group()
         for part in (self._mesh, self._board, self._endpoint):
             if part is not None:
@@ -333,7 +333,7 @@ class TorchConnection(Connection):
         return min(self.form_timeout_s, self.timeout_s)
 
     def _choose_interface(self, rendezvous: Rendezvous) -> None:
-        """Choose loopback for gloo on a single node, and blocking waits for NCCL, unless the user chose."""
+        """Select loopback for gloo on a single node, and blocking waits for NCCL, unless the user has set them."""
         if rendezvous.on_one_node and os.path.exists("/sys/class/net/lo"):
             self._set_variable("GLOO_SOCKET_IFNAME", "lo")
         if self.transport == "nccl":
@@ -345,23 +345,26 @@ class TorchConnection(Connection):
             self._own_variables.append(name)
 
 
-_joined: TorchConnection | None = None  # the connection of this process's default group
+_joined: TorchConnection | None = None  # the connection that formed this process's default group
 
 
 def exchanges_at_once() -> Group | None:
-    """Return the group through which sums are faster than with gloo if the caller waits for them; None without one."""
+    """Return the mesh group, whose synchronous sums are faster than gloo's, or None if there is no mesh."""
     return None if _joined is None else _joined._group
 
 
 def new_group_beside() -> Any:
-    """Return another group of all ranks, over gloo, in addition to the default group. All ranks have to call this."""
+    """Form a gloo group over all ranks in addition to the default group. All ranks must call this."""
     import torch.distributed as dist
 
     return dist.new_group(backend="gloo") if _joined is None else _joined.new_group_beside()
 
 
 def summation_beside() -> Callable[[Any], Any]:
-    """Return a function that starts a sum over all ranks in such a group, and returns its work. All have to call it."""
+    """Return a function that starts an all-reduce sum in a group like `new_group_beside`'s, and returns its `Work`.
+
+    All ranks must call both this and the returned function.
+    """
     import torch.distributed as dist
 
     if _joined is None:
@@ -373,24 +376,24 @@ def summation_beside() -> Callable[[Any], Any]:
 
 
 def board_of_group() -> Board:
-    """Return the board of the group that this process joined. Only ranks of the group can write on it."""
+    """Return the board of the group that this process joined. Only the group's ranks can write to it."""
     assert _joined is not None, "no group was joined"
     assert _joined._board is not None, "a rank that is alone has no other rank to write to"
     return _joined._board
 
 
 def is_group_broken() -> bool:
-    """Return True if the default group, formed by `TorchConnection`, is known to have lost a connection."""
+    """Return True if the default group that `TorchConnection` formed is known to have lost a connection."""
     return _joined is not None and _joined.is_broken
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return True if an exception of a collective means that the group is broken."""
+    """Return True if an exception from a collective means that the group is broken."""
     import torch.distributed as dist
 
     for link in with_causes(error):  # user code may have wrapped PyTorch's error
         text = str(link).lower()
-        if isinstance(link, dist.DistBackendError) and "invalid usage" in text:  # for example two ranks on one GPU
+        if isinstance(link, dist.DistBackendError) and "invalid usage" in text:  # a mistake, such as two ranks per GPU
             return False
         if isinstance(link, dist.DistError | ConnectFailed | MeshBroken):
             return True
@@ -402,14 +405,14 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def _c10d(name: str) -> Any:
-    """Return a class of PyTorch that its type stubs lack."""
+    """Return a class from `torch.distributed` that PyTorch's type stubs lack."""
     from torch import distributed
 
     return vars(distributed)[name]
 
 
 def _abort_process_group() -> None:
-    """Stop the kernels of a broken NCCL group, which would occupy the device forever."""
+    """Stop the kernels of a broken NCCL group. Otherwise they would occupy the device forever."""
     import torch.distributed as dist
 
     group = dist.group.WORLD
@@ -418,33 +421,33 @@ def _abort_process_group() -> None:
 
 
 def end_process_group() -> None:
-    """Leave the default group. If it could not be formed, make PyTorch forget the attempt.
+    """Leave the default group. If forming it failed, reset PyTorch's group counter.
 
-    PyTorch numbers its groups, and ranks find each other by the number. Otherwise a rank whose attempt failed would
-    count one more than a rank that failed before it began, and they would wait for each other in the next group.
+    PyTorch numbers its groups, and ranks find each other by this number. Without the reset, a rank whose attempt failed
+    would be one ahead of a rank that failed before its attempt, and both would wait forever in the next group.
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized():  # form and leave a group of one, which resets the number
+    if not dist.is_initialized():  # form and leave a single-rank group, which resets the counter
         dist.init_process_group("gloo", store=_c10d("HashStore")(), rank=0, world_size=1)
-    # PyTorch holds the GIL while it waits for the group's threads. A thread that is not quite done with the last
-    # collective may need the GIL to release a tensor, so give it some time.
+    # PyTorch holds the GIL while it waits for the group's threads. A thread that is just finishing the last collective
+    # may need the GIL to release a tensor, so give it some time.
     time.sleep(_SETTLE_S)
     try:
         dist.destroy_process_group()
-    except RuntimeError as error:  # it may raise if the group is broken
+    except RuntimeError as error:  # raised if the group is broken
         logger.debug("leaving a broken group: %s", error)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GPUs
 
-# The ID of a GPU is a number or a name such as `GPU-8932f937`. CUDA counts the GPUs that a process may see in the order
-# of `CUDA_VISIBLE_DEVICES`, or all GPUs of the machine if that is not set. ADR 55 explains why a worker sees all GPUs
-# of the workers on its node.
+# A GPU's ID is a number or a name such as `GPU-8932f937`. CUDA numbers the GPUs that a process may see in the order of
+# `CUDA_VISIBLE_DEVICES`, or all GPUs of the machine if that is not set. ADR 55 explains why each worker sees the GPUs
+# of all workers on its node.
 
 
 def ordinal_of(gpu_id: str, visible: str | None) -> int:
-    """Return the ordinal of a GPU in a process that sees these GPUs. None or an empty list means all of the machine.
+    """Return a GPU's ordinal in a process with the given `CUDA_VISIBLE_DEVICES`. If it is empty, all GPUs are visible.
 
     Raises:
         RuntimeError: The process cannot see that GPU.
@@ -465,18 +468,18 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
 
 
 def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
-    """Return the list with which a worker sees the GPUs of all workers on its node, and the ordinal of its first GPU.
+    """Return `CUDA_VISIBLE_DEVICES` with all GPUs of the node's workers, and the ordinal of this worker's first GPU.
 
     Args:
-        own: The worker's list.
-        of_node: The lists of all workers on the node, in the order of local ranks.
+        own: The worker's `CUDA_VISIBLE_DEVICES`.
+        of_node: `CUDA_VISIBLE_DEVICES` of all workers on the node, by local rank.
 
     Examples:
         >>> visible_to_all("2", ["0", "2"])
         ('0,2', 1)
     """
     if not own or not all(of_node):
-        return own, 0  # a process sees all GPUs or none, so there is nothing to join
+        return own, 0  # a worker's list is unset or empty: it sees all GPUs or none, so there is nothing to merge
     union = list(dict.fromkeys(identity for listed in of_node for identity in _ids(listed)))
     return ",".join(union), union.index(_ids(own)[0])
 

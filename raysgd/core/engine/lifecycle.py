@@ -176,6 +176,15 @@ class Lifecycle(ABC):
         self.clock.sleep(seconds)
         self.check_active()
 
+    def check_not_ending(self, cause: str) -> None:
+        """Check that lost workers may be replaced.
+
+        Raises:
+            WorkersLostError: The program is about to end.
+        """
+        if self.is_ending:
+            raise WorkersLostError(f"{cause}, and the program is about to end, so no other workers are started.")
+
     def record(
         self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "", num_kept: int = 0
     ) -> None:

@@ -400,7 +400,8 @@ class GroupRepair:
             told = words(classify(report), gone, nodes)
             return told if nodes is not None and nodes.are_dead else told + silent
 
-        return self._make(GroupChange("continued", cause, survivors, began, lifecycle.resizing.num_awaited, budget))
+        num_awaited = 0 if lifecycle.is_ending else lifecycle.resizing.num_awaited
+        return self._make(GroupChange("continued", cause, survivors, began, num_awaited, budget))
 
     def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
         """Interrupt survivors that wait for lost ranks, and return the survivors."""
@@ -706,8 +707,7 @@ class GroupRepair:
         """
         lifecycle = self._lifecycle
         lifecycle.check_active()
-        if lifecycle.is_ending:
-            raise WorkersLostError(f"{cause}, and the program is about to end, so no other workers are started.")
+        lifecycle.check_not_ending(cause)
         began, old_size = lifecycle.now(), lifecycle.num_workers
         lifecycle.allow_replacements()
 
@@ -775,6 +775,7 @@ class GroupRepair:
             lifecycle.make_room()
         attempt, impossible = 0, None
         while attempt < scaling.num_attempts:
+            lifecycle.check_not_ending(cause)
             view = lifecycle.settled_view()
             decision = scaling.decide(view, self._spec.resources, attempt)
             attempt += 1
@@ -790,7 +791,12 @@ class GroupRepair:
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
                 needed, has_driver = scaling.min_workers, self._spec.use_local
                 slots = lifecycle.make_group(self._spec, needed).slots
-                slots.await_room(needed, decision.delay_s, lifecycle.sleep, has_driver=has_driver)
+
+                def sleep(seconds: float) -> None:
+                    lifecycle.sleep(seconds)
+                    lifecycle.check_not_ending(cause)
+
+                slots.await_room(needed, decision.delay_s, sleep, has_driver=has_driver)
                 continue
             num_spares = min(self._spec.num_spares, capacity(view, self._spec.resources) - decision)
             try:

@@ -1,1 +1,1 @@
-"""Checkpoint files of TensorFlow: written completely, read strictly."""
+"""TensorFlow checkpoint files: written atomically, validated when read."""

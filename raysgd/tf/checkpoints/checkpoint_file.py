@@ -1,11 +1,11 @@
-"""The checkpoint file of TensorFlow front ends: written completely or not at all, read without running code.
+"""The checkpoint file of TensorFlow front ends: written atomically, read without running code.
 
-The file is an ordinary `.npz` archive of NumPy. Every array of the state is a member, named by its path in the state,
-so `numpy.load(path)["models/0/1"]` returns one. Another member, `state.json`, holds the rest of the state: containers,
-numbers and texts, and where the arrays belong. Each member has a checksum, as in any zip archive, which is checked when
-it is read.
+The file is an ordinary NumPy `.npz` archive. Every array of the state is a member, named by its path in the state, so
+`numpy.load(path)["models/0/1"]` returns an array. Another member, `state.json`, holds the rest of the state:
+containers, numbers, strings, and references to the arrays. As in any zip archive, each member has a checksum, which is
+verified when the member is read.
 
-ADR 61 says why the file is an `.npz` archive.
+ADR 61 explains why the file is an `.npz` archive.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from raysgd.core.reading.strict_reading import (
 )
 
 FORMAT_VERSION = 1
-"""The format that this version of raysgd writes, and the newest that it reads."""
+"""The format version that this version of raysgd writes, and the newest that it reads."""
 
 REQUIRED_KEYS = ("epoch", "models", "optimizers")
-"""The keys that every training state has."""
+"""The keys that every training state must have."""
 
 _INDEX = "state.json"
 _ZIP_START = b"PK\x03\x04"
 _TAG = "raysgd"
 FORMER_OPTIMIZER = "optimizer_weights"
-"""In the state of a file of the old library, replaces `optimizers`: their variables, in their own order."""
+"""Key for `optimizers` in files of the old library. It holds the optimizer's variables in the old library's order."""
 
 _LEGACY_KEYS = ("epoch", "weights", FORMER_OPTIMIZER)
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write `state` to `path`. At any moment `path` is either the complete old file or the complete new one.
+    """Write `state` to `path` atomically.
 
     Raises:
-        ValueError: Something in `state` cannot be stored; the message says where it is.
+        ValueError: `state` contains an object that cannot be stored. The message gives its location in `state`.
         OSError: The file could not be written. `path` is unchanged.
     """
-    from raysgd.storage import files  # not at the top, because workers only read
+    from raysgd.storage import files  # a lazy import, because workers only read
 
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     check_depth(state, "`state`")
@@ -67,30 +67,30 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def check(state: dict[str, Any]) -> None:
-    """Check that a file can store a state.
+    """Check that a checkpoint file can store `state`.
 
     Raises:
-        ValueError: The message says where in it.
+        ValueError: `state` contains an object that cannot be stored. The message gives its location in `state`.
     """
     check_depth(state, "`state`")
     _encoded(state, "", {})
 
 
 def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
-    """Read a checkpoint, check that it is undamaged, and return the state.
+    """Read a checkpoint, verify its integrity, and return the state.
 
-    Files of the old library, which are pickles of a dict of arrays, can be read too, without running code. Their state
-    has `FORMER_OPTIMIZER` instead of `optimizers`.
+    Files of the old library, which are pickled dicts of arrays, are also read without running code. Their state has the
+    key `FORMER_OPTIMIZER` instead of `optimizers`.
 
     Args:
-        path: The file.
-        name: Name of the file in errors, if it is a copy of something else.
+        path: The file to read.
+        name: Name of the file in error messages, if `path` is a temporary copy.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        CheckpointCorruptedError: The file is damaged or no checkpoint. Both a `ValueError` and a `RuntimeError`.
-        UnsafeCheckpointError: A file of the old library that contains more than arrays. A `ValueError`.
-        ValueError: The content is no training state, or has the format of a newer version of raysgd.
+        FileNotFoundError: The file does not exist.
+        CheckpointCorruptedError: The file is damaged or not a checkpoint. Both a `ValueError` and a `RuntimeError`.
+        UnsafeCheckpointError: A file of the old library contains more than arrays. A `ValueError`.
+        ValueError: The content is not a training state, or a newer version of raysgd wrote it.
     """
     name = name or os.fspath(path)
     with open(path, "rb") as file:
@@ -114,7 +114,7 @@ def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, 
 
 
 def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
-    """Convert `value` to JSON, and put arrays into `arrays` under their path."""
+    """Convert `value` to a JSON-serializable object, and collect its arrays in `arrays` under their paths."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, np.generic):
@@ -122,7 +122,7 @@ def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> 
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return value  # Python's JSON has NaN and infinity, too
+        return value  # Python's JSON also supports NaN and infinity
     if isinstance(value, bytes):
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -170,13 +170,13 @@ def _unused(name: str, arrays: dict[str, Any]) -> str:
 
 
 def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array in a dtype that NumPy's format supports: bfloat16 and the like as integers."""
+    """Return the array in a dtype that NumPy's file format supports. View bfloat16 and similar dtypes as integers."""
     array = np.ascontiguousarray(array) if array.ndim else array
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
 def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
-    """Return the array in a `.npy` member. Check first that it matches the index and fits into the member."""
+    """Return the array in a `.npy` member after checking its shape against the index and the member's size."""
     require(math.prod(shape) <= len(content), "an array is larger than its member")
     member = io.BytesIO(content)
     array = np.lib.format.read_array(member, allow_pickle=False)
@@ -186,7 +186,7 @@ def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
 
 
 def _small_float(name: str) -> np.dtype[Any]:
-    """Return a dtype that NumPy does not have by itself, such as bfloat16, whose arrays are stored as integers."""
+    """Return a dtype that NumPy itself lacks, such as bfloat16. Arrays of such dtypes are stored as integers."""
     import ml_dtypes  # noqa: F401 - registers the dtype with NumPy
 
     dtype = np.dtype(name)

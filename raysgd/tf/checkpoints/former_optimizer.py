@@ -1,8 +1,8 @@
-"""The optimizer weights in files of the old library, arranged as the variables of current optimizers.
+"""Converts optimizer weights from files of the old library to the variables of current optimizers.
 
-The old library wrote the result of `get_weights()` of an optimizer from before Keras 2.11: the number of steps, then
-each kind of slot for all variables of the model, one kind after another. The file does not name the optimizer. Current
-optimizers have additional variables, and another order.
+The old library stored the result of `get_weights()` of a pre-Keras-2.11 optimizer: the number of steps, then the slots
+of all model variables, grouped by slot type. The file does not name the optimizer. Current optimizers have additional
+variables and a different order.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from raysgd.tf.objects import registration
 
-# For each optimizer the attributes with its slots, in the order of the old optimizer with that name. Both compute the
-# same steps from these slots.
+# For each optimizer, its slot attributes in the order of the old optimizer of the same name. Old and new optimizer
+# compute the same steps from these slots.
 _SLOTS = {
     "SGD": ("momentums",),
     "Adam": ("_momentums", "_velocities", "_velocity_hats"),
@@ -27,17 +27,17 @@ _SLOTS = {
 
 
 def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any] | None:
-    """Return a value for each variable of `optimizer`, from `weights` if they contain it, else its current value.
+    """Return a value for each variable of `optimizer`: from `weights` where they have one, else the current value.
 
     Return None if the weights cannot be matched to the variables.
     """
     variables, inner = registration.variables_of_optimizer(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
-    if hasattr(inner, "_create_all_weights"):  # a legacy optimizer, as in the old library
+    if hasattr(inner, "_create_all_weights"):  # a pre-Keras-2.11 optimizer, which uses the same order as the file
         homes = variables
     else:
         slots = [getattr(inner, attribute, None) or () for attribute in _SLOTS.get(type(inner).__name__, ())]
         homes = [inner.iterations, *(variable for one in slots for variable in one)]
-    homes = homes if len(weights) > 1 else homes[:1]  # tf_keras creates slots for SGD that it does not use
+    homes = homes if len(weights) > 1 else homes[:1]  # ignore the slots that tf_keras creates for SGD without momentum
     if [np.shape(weight) for weight in weights] != [tuple(home.shape) for home in homes]:
         return None
     values = {id(home): np.asarray(weight) for home, weight in zip(homes, weights, strict=True)}

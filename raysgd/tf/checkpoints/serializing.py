@@ -1,4 +1,4 @@
-"""Keras 3 and tf_keras models without their weights, as text that a worker sends to the driver."""
+"""Serializes Keras 3 and tf_keras models without weights to JSON, which a worker sends to the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raysgd.tf.objects import registration
 
 
 def model_to_json(model: Any) -> str:
-    """Return a model as JSON, including how it was compiled."""
+    """Serialize a model to JSON, including its compile configuration."""
     keras = registration.keras_of(model)
     made = keras.saving.serialize_keras_object(model)
     if type(model).__name__ == "Sequential":
@@ -20,7 +20,7 @@ def model_to_json(model: Any) -> str:
 
 
 def _fill_in_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
-    """Fill in input shapes that tf_keras leaves out if a layer was adapted before its model was built."""
+    """Fill in the input shapes that tf_keras omits if a layer was adapted before its model was built."""
     known: Sequence[Any] = ()
     for layer in reversed(layers):
         known = (layer.get("build_config") or {}).get("input_shape") or known
@@ -30,7 +30,7 @@ def _fill_in_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
 
 
 def model_from_json(text: str, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Return the model with new weights, compiled if the original was."""
+    """Rebuild a model with newly initialized weights. It is compiled if the original was."""
     parts = json.loads(text)
     saving = importlib.import_module(parts["keras"]).saving
     return saving.deserialize_keras_object(parts["model"], custom_objects=dict(custom_objects or {}))

@@ -1,1 +1,1 @@
-"""Datasets of TensorFlow: their division over the workers, and the position in them."""
+"""TensorFlow datasets: sharding over the workers, and positions in them."""

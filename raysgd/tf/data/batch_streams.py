@@ -1,4 +1,4 @@
-"""Sources of a replica's batches, the stream over them, and streams as registered data."""
+"""Sources of a replica's batches, the batch stream over a source, and `Stream`s as registered data."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class StreamItem:
     """A batch of one replica.
 
     Attributes:
-        batch: The batch.
-        num_samples: This rank's samples in the step; 0 if the batch only lets the rank take part.
-        num_global: Samples of all ranks in the step; 0 if unknown.
-        weights: Sums of the sample weights, of this rank and of all ranks; 0 if there are none.
+        batch: The batch's tensors.
+        num_samples: Number of this rank's samples in the step. 0 if the batch is padding.
+        num_global: Number of samples of all ranks in the step, or 0 if unknown.
+        weights: Sums of the sample weights of this rank and of all ranks. 0 without sample weights.
     """
 
     batch: Any
@@ -43,10 +43,10 @@ class StreamItem:
 
 
 class Passes:
-    """A dataset, and how many passes over it were begun in this process.
+    """A dataset, and the number of passes over it that this process has started.
 
-    If a dataset is shuffled in each pass, its order depends on that number, which only grows. To go back, the dataset
-    is replaced by an unused copy.
+    If a dataset is reshuffled in each pass, its order depends on this number, which only grows. To go back to an
+    earlier pass, the dataset is replaced by an unused copy.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -54,23 +54,23 @@ class Passes:
         self._copy: Any = None
         self.dataset = dataset
         self.num_begun = 0
-        self.num_samples: int | None = None  # of a pass; known once a pass has ended
+        self.num_samples: int | None = None  # number of samples per pass; known once a pass has ended
         self.is_shuffled = datasets.is_shuffled(dataset)
 
     def begin_pass(self) -> None:
-        """Count a pass that begins."""
+        """Count a new pass."""
         self.num_begun += 1
 
     def can_repeat(self) -> bool:
-        """Return True if a pass can be begun again in the same order."""
+        """Return True if a pass can be repeated in the same order."""
         if self.is_shuffled and self._copy is None:
             self._copy = datasets.unused_copy(self._original)
         return not self.is_shuffled or self._copy is not None
 
     def go_to(self, index: int) -> bool:
-        """Make the next pass the one with this index, by beginning the earlier ones. Return False if impossible.
+        """Make pass `index` the next one, by starting all earlier passes. Return False if that is impossible.
 
-        Without a shuffle all passes are equal.
+        Without a shuffle, all passes are the same, so there is nothing to do.
         """
         if not self.is_shuffled:
             return True
@@ -84,22 +84,22 @@ class Passes:
         return True
 
     def counted(self, skipped: int) -> Any:
-        """Return the dataset without its first batches, for loops of Keras: it counts its passes itself."""
+        """Return the dataset without its first `skipped` batches, for Keras's loops. It counts its own passes."""
         if not self.is_shuffled:
             return self.dataset.skip(skipped) if skipped else self.dataset
         return datasets.noting_passes(self.dataset, skipped, self.begin_pass)
 
 
 class TFDividedSource:
-    """A dataset that raysgd divides.
+    """Source for a dataset that raysgd shards.
 
     Args:
-        passes: The dataset, the same on all ranks.
-        sharding: "global" or "worker": a batch is for all workers together, or for one.
+        passes: The dataset. It must be the same on all ranks.
+        sharding: "global" if a batch is a global batch, "worker" if a batch is for one worker.
         world: The rank and the number of ranks.
-        pads: True if a rank without samples still takes part in a step, as it must in training.
-        num_global: Number of one worker's batches in a step; None for the number of workers.
-        seed: Seed of the order of a shuffled dataset.
+        pads: Whether a rank without samples still takes part in a step. Training requires this.
+        num_global: Number of the dataset's batches per step with "worker" sharding. Default: the number of workers.
+        seed: Seed that determines the order of a shuffled dataset.
     """
 
     is_divided = True
@@ -117,7 +117,7 @@ class TFDividedSource:
         self._num_global = world.size if num_global is None else num_global
 
     def join(self, ranks: Any) -> None:
-        """Do nothing: all ranks divide in the same way, without communicating."""
+        """Do nothing, because all ranks shard the dataset in the same way without communication."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         if self._pads:  # the order of a training pass depends only on its index, not on earlier passes
@@ -133,7 +133,7 @@ class TFDividedSource:
 
     @property
     def num_samples(self) -> int | None:
-        """Number of samples in a pass; known once a pass has ended."""
+        """Number of samples per pass. None until a pass has ended."""
         return self._passes.num_samples
 
     def num_steps(self) -> int | None:
@@ -144,7 +144,7 @@ class TFDividedSource:
         return datasets.global_batches(dataset, self._sharding, self._num_global)
 
     def go_to_pass(self, index: int) -> bool:
-        """Make the next pass the one with this index. Return False if that is impossible."""
+        """Make pass `index` the next one. Return False if that is impossible."""
         return self._passes.go_to(index)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
@@ -168,14 +168,14 @@ class TFDividedSource:
 
 
 class OwnSource:
-    """A dataset that is not divided: each rank has its own part.
+    """Source for a dataset that raysgd does not shard, because each rank has its own part.
 
-    Ranks that step together may have different numbers of batches. A rank that runs out repeats its last batch with
-    weight 0 until all have run out.
+    Ranks that step together may have different numbers of batches. A rank that runs out of batches repeats its last
+    batch with weight 0 until all ranks have run out.
 
     Args:
         dataset: This rank's batches, a `tf.data.Dataset` or any iterable.
-        votes: Lets ranks that step together agree; None for ranks that do not step together.
+        votes: Votes by which ranks that step together agree on the end. None if ranks do not step together.
     """
 
     is_divided = False
@@ -184,10 +184,10 @@ class OwnSource:
         self._dataset, self._votes = dataset, votes
 
     def join(self, ranks: Any) -> None:
-        """Do nothing: the votes already belong to the group of the call."""
+        """Do nothing, because the votes already belong to the call's group."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
-        """Start a pass."""
+        """Start a pass and yield its batches."""
         batches = self._alone() if self._votes is None else in_lockstep(self._alone(), self._votes)
         last = None
         for item in batches:
@@ -212,7 +212,7 @@ class OwnSource:
 
 
 TFSource: TypeAlias = TFDividedSource | OwnSource | StreamSource
-"""The source of the batches of a pass."""
+"""A source of batches."""
 
 
 def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
@@ -221,14 +221,15 @@ def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
     vote = votes.ask(coming is not None)
     while vote():
         item, coming = coming, next(items, None) if coming is not None else None
-        vote = votes.ask(coming is not None)  # the answer arrives while this step is computed
+        vote = votes.ask(coming is not None)  # the other ranks' votes arrive while this step is computed
         yield item
 
 
 def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
-    """Return a dataset for `fit`: this rank's batches, then empty ones until all ranks have run out.
+    """Return a dataset for `fit` with this rank's batches, followed by empty batches until all ranks have run out.
 
-    Nothing is prefetched, because ranks agree on each batch, and a `fit` may end before all batches are drawn.
+    The dataset does not prefetch, because ranks vote on each batch, and a `fit` may end before it has drawn all
+    batches.
     """
     import tensorflow as tf
 
@@ -243,17 +244,17 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
 
 
 class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
-    """Yields the batches of a source. It looks one batch ahead, so that it knows the last step of a pass in time.
+    """Yields the batches of a source. It looks one batch ahead to recognize the last step of a pass in time.
 
     Args:
         source: Source of the batches.
-        step: Gets the weight of each step before its batch is yielded.
-        next_pass: Called whenever a new pass begins; returns its index.
-        take_part: Takes part in a step of other ranks for which this one has no samples. It gets a batch of the right
-            shape, which is not yielded.
+        step: Receives the sample counts of each step before its batch is yielded.
+        next_pass: Called at the start of each pass. Returns the index of the pass.
+        take_part: Called instead of yielding a batch if this rank has no samples in a step. Takes part in the other
+            ranks' step, given a batch of the right shape.
 
     Attributes:
-        consumed: Samples of all ranks in the batches of the current pass so far.
+        consumed: Number of samples of all ranks in the current pass's batches so far.
     """
 
     consumed = 0
@@ -279,7 +280,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return self._completed
 
     def ledger(self) -> DataLedger | None:
-        """Return the counts of the pass's samples; None if each rank has its own. May be called from another thread."""
+        """Return the pass's sample counts, or None if raysgd does not shard the data. Callable from any thread."""
         if not has_divided_source(self):
             return None
         completed = self._completed
@@ -307,12 +308,12 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
 
 @dataclass(frozen=True)
 class TFRanks:
-    """The replicas of a group, which add up numbers between two steps.
+    """The replicas of a group, for all-reduces between two steps.
 
     Attributes:
-        rank: The rank of this replica.
+        rank: This replica's rank.
         world_size: The number of replicas.
-        group: The group through which they exchange numbers.
+        group: The group through which the replicas communicate.
     """
 
     rank: int
@@ -320,7 +321,7 @@ class TFRanks:
     group: Group
 
     def adding(self) -> StartSum:
-        """Return a function that adds up numbers at once, in the order of all exchanges of the group."""
+        """Return a function that all-reduces synchronously, to keep the order of the group's collectives."""
 
         def start(numbers: Numbers) -> Callable[[], Numbers]:
             self.group.add_up(numbers)
@@ -330,12 +331,12 @@ class TFRanks:
 
 
 def data_of(stream: Stream, name: str, world: World) -> StreamData:
-    """Read the sizes of a stream's shards; `name` is "train" or "validation"."""
+    """Read the sizes of a stream's shards. `name` is "train" or "validation"."""
     return stream_data(stream, name, Division, world.size)
 
 
 def source_of(data: StreamData, ranks: TFRanks, seed: int) -> StreamSource:
-    """Return the source of the batches of a replica."""
+    """Return the source of a replica's batches."""
     return StreamSource(data, ranks, seed, array_collate(), partial(_item, data.loader.collate is not None), NO_BATCH)
 
 
@@ -354,7 +355,7 @@ def _item(
 
 
 def dataset_of(stream: Stream) -> Any:
-    """Return the batches of a stream as a `tf.data.Dataset`, in the order of its shards. Reads the first row."""
+    """Return a stream's batches as a `tf.data.Dataset` in shard order. This reads the stream's first row."""
     import tensorflow as tf
 
     in_order = replace(check_batched(stream, "a stream"), buffer=1)

@@ -1,4 +1,4 @@
-"""Data of one call in TensorFlow: for training and validation, created in each worker, and for prediction."""
+"""Data that is passed to a single call, in TensorFlow: for training and validation, and for prediction."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _ADVICE = "Pass a function `(config, batch_size)` that makes the dataset in each
 
 
 def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, training: bool = False) -> None:
-    """Check that data can be used for one call.
+    """Check that a call can use `dataset`.
 
     Args:
-        dataset: The argument of the call.
+        dataset: The call's argument.
         name: Name of the argument.
         with_fit: True if Keras's own loops draw the batches.
         training: True if the call trains.
 
     Raises:
-        TypeError: Its type is not supported.
-        ValueError: Keras's own loops cannot use it.
+        TypeError: The type of `dataset` is not supported.
+        ValueError: Keras's own loops cannot use `dataset`.
     """
     if dataset is None:
         return
@@ -62,7 +62,7 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the kind of data for a call, or None if its type is not supported."""
+    """Return the `Kind` of a call's data, or None if its type is not supported."""
     if _is_dataset(dataset) or isinstance(dataset, Stream):
         return "batches"
     kind = data_kinds.kind_of(dataset)
@@ -75,16 +75,16 @@ def _is_dataset(dataset: Any) -> bool:
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels: bool) -> CallData | None:
-    """Return the data of a call, ready to send to workers, or None if its type is not supported.
+    """Prepare a call's data to be sent to workers. Return None if its type is not supported.
 
     Args:
-        dataset: The argument of the call.
-        config: The config of one worker.
-        seed: Seed of the order of shuffled arrays.
-        travels: True if it is sent to other processes.
+        dataset: The call's argument.
+        config: A worker's config.
+        seed: Seed that determines the order of shuffled arrays.
+        travels: Whether the data is sent to other processes.
 
     Raises:
-        ValueError: It cannot be divided over the workers, or there is no batch size.
+        ValueError: The data cannot be sharded, or there is no batch size.
     """
     kind = kind_of(dataset)
     if kind == "rows":
@@ -111,7 +111,7 @@ def _dataset_maker(data: Arrays, config: Mapping[str, Any], seed: int) -> Callab
 
 
 def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, drop_last: bool, seed: int) -> Any:
-    """Return rows in batches of this size, shuffled again in each pass if wanted. Called in the workers."""
+    """Return the rows as a dataset of batches. If `num_shuffled` is not 0, reshuffle in each pass. Runs in workers."""
     import tensorflow as tf
 
     rows = tf.data.Dataset.from_tensor_slices(as_batch(arrays, form))
@@ -120,11 +120,11 @@ def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, dr
 
 
 def batches_of(share: CallData, is_distributed: bool) -> Any:
-    """Return the batches of a worker's share. Data that all workers have is not divided yet.
+    """Return the batches of the call's data in a worker. Data that all workers have in full is not sharded here.
 
     Raises:
-        TypeError, ValueError: A creator returned something else.
-        ValueError: A shuffled dataset would have another order on each worker.
+        TypeError, ValueError: A creator did not return a dataset of batches.
+        ValueError: A shuffled dataset would have a different order on each worker.
     """
     if share.kind == "ray":
         return RepeatedBatches(lambda: (as_batch(arrays, share.data.form) for arrays in share.data.arrays()))
@@ -152,8 +152,8 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
     """Return the source of the batches to predict, and the container for the results.
 
     Raises:
-        TypeError: Its type is not supported.
-        ValueError: The order of its rows cannot be kept.
+        TypeError: The type of `data` is not supported.
+        ValueError: The order of the rows cannot be preserved.
     """
     if isinstance(data, Arrays):
         data = replace(data, data=plain(data.data))
@@ -161,7 +161,7 @@ def source_to_predict(data: Any, asked: BatchRequest) -> Found:
     if found is not None:
         return found
     if isinstance(data, Stream):
-        batches = BatchesInOrder(data, asked.size, ArrayCollate())  # runs in the driver, which has no model
+        batches = BatchesInOrder(data, asked.size, ArrayCollate())  # plain arrays, without TensorFlow in the driver
         return source_of_batches(batches, batches.num_batches), ArrayContainer()
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(data, tensorflow.data.Dataset):
@@ -183,24 +183,24 @@ def _of_dataset(dataset: Any) -> PredictionSource:
 
 
 def _as_given(batch: Any) -> Any:
-    """Return a batch with arrays instead of tensors, because tensors of other frameworks do not work here."""
+    """Convert a batch's tensors to arrays, because tensors of other frameworks are not supported."""
     return plain(tuple(batch) if isinstance(batch, list) else batch)
 
 
 def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
-    """Yield the batches of a round, each with its number of rows."""
+    """Yield `(batch, number of rows)` for each batch of a round of prediction."""
     assert not isinstance(work, Rows), "datasets of PyTorch only"
     return work.made(as_batch, lambda batch: trees.rows_of(next(iter(trees.leaves(batch)))[1]) or 0)
 
 
 def plain(data: Any) -> Any:
-    """Return the data with arrays instead of tensors."""
+    """Convert tensors in `data` to arrays."""
     is_tree = isinstance(data, tuple | Mapping) or hasattr(data, "numpy")
     return trees.mapped(data, lambda leaf: leaf.numpy() if hasattr(leaf, "numpy") else leaf) if is_tree else data
 
 
 def inputs(batch: Any, has_target: bool) -> Any:
-    """Return the model's inputs in a batch, without target and weights."""
+    """Return the model's inputs from a batch, without target and sample weights."""
     if not isinstance(batch, tuple):
         return batch
     return batch[0] if has_target or len(batch) == 1 else batch

@@ -1,4 +1,4 @@
-"""Batches of Ray Data as `tf.data`, and columns in the dtypes of models."""
+"""Converts Ray Data batches to `tf.data`, and columns to the dtypes of models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.tf.objects.datasets import prepare_dataset_shard
 
 
 def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> RayLoader:
-    """Return a loader that waits for this worker's share.
+    """Return a loader that receives this worker's shard of a Ray Data dataset later.
 
     Raises:
         ValueError: There is no batch size.
@@ -24,9 +24,9 @@ def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> R
 
 
 def dataset_over(loader: RayLoader) -> Any:
-    """Return a `tf.data.Dataset` over the batches that a loader gets later. It is not divided again.
+    """Return a `tf.data.Dataset` over the batches that a loader receives later. raysgd does not shard it again.
 
-    Reads the first row of the dataset for the shape of batches.
+    This reads the first row of the Ray Data dataset to determine the element spec.
     """
     import tensorflow as tf
 
@@ -36,12 +36,12 @@ def dataset_over(loader: RayLoader) -> Any:
 
 
 def as_batch(arrays: Any, form: BatchForm) -> Any:
-    """Return a batch for a step: arrays in the dtypes of models, or the columns that the form names."""
+    """Return a batch for a step: arrays in the dtypes of models, in the structure that `form` describes."""
     return formed(trees.mapped(arrays, as_array), form, _joined)
 
 
 def as_array(values: Any) -> Any:
-    """Return a column with Keras's `floatx`, float32 by default, instead of float64."""
+    """Return a column as an array. Convert float64 to Keras's `floatx`, float32 by default."""
     import tensorflow as tf
 
     values = stacked(values)
@@ -49,17 +49,17 @@ def as_array(values: Any) -> Any:
 
 
 def array_collate() -> ArrayCollate:
-    """Return a collate function that makes arrays in the dtypes of models."""
+    """Return a collate function that produces arrays in the dtypes of models."""
     return ArrayCollate(lambda values: as_array(np.asarray(values)))
 
 
 def _joined(columns: list[Any]) -> Any:
-    """Concatenate columns; a column of single numbers has width one."""
+    """Concatenate columns to a matrix. A column of scalars has width 1."""
     return np.concatenate([column[:, None] if column.ndim == 1 else column for column in columns], axis=1)
 
 
 def spec_of(values: Any) -> Any:
-    """Return the `TensorSpec` of an array in a batch with any number of rows."""
+    """Return the `TensorSpec` of a batch's array, with a variable number of rows."""
     import tensorflow as tf
 
     tensor = tf.convert_to_tensor(values)

@@ -1,1 +1,1 @@
-"""The driver's part of `TFTrainer`: checks of its arguments."""
+"""The driver's part of `TFTrainer`: argument checks."""

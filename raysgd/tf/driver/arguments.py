@@ -1,4 +1,4 @@
-"""Checks of `TFTrainer`'s arguments before anything starts, and defaults."""
+"""Checks `TFTrainer`'s arguments before anything starts, and provides defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
-    """Return the number of workers, from either of its two options."""
+    """Return the number of workers from `num_workers` or its older name `num_replicas`."""
     if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
         raise ValueError(
             f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names for one number: pass one."
@@ -30,7 +30,7 @@ def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
 
 
 def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
-    """Return the operator class that was passed, or one made from the creators."""
+    """Return the given operator class, or create an operator class from the creators."""
     if operator_cls is None:
         missing = [
             name
@@ -51,7 +51,7 @@ def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -
 
 
 def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return the model creator of an operator made from creators."""
+    """Return the model creator of an operator class that was created from creators."""
     creator: Callable[[dict[str, Any]], Any] = operator_cls._model_creator
     return creator
 
@@ -64,11 +64,11 @@ _INSTEAD = {
     "validation_split": "a dataset cannot be split by Keras. Pass `validation_data`, a dataset or arrays",
     "sample_weight": "the weights belong to the batches. Let the datasets yield `(x, y, sample_weight)`",
 }
-"""Options of Keras that do not apply here, and what to do instead."""
+"""Keras options that do not apply here, and what to do instead."""
 
 
 def check_config(settings: TFSettings, num_workers: int) -> None:
-    """Check that Keras and several workers can use the config."""
+    """Check that the config works with Keras and with several workers."""
     config, options = settings.config, settings.batch_options
     _check_options_for_keras(config)
     if num_workers > 1:
@@ -83,10 +83,10 @@ def check_config(settings: TFSettings, num_workers: int) -> None:
 
 
 def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
-    """Check that the data of a call can be divided by samples if a global batch is constant.
+    """Check that a call's data can be split by samples if the global batch size is constant.
 
     Raises:
-        ValueError: It cannot be divided.
+        ValueError: The data cannot be split by samples.
     """
     if settings.batch_options.split_batches and kind_of(dataset) == "ray":
         raise ValueError(
@@ -96,7 +96,7 @@ def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
 
 
 def _check_options_for_keras(config: Mapping[str, Any]) -> None:
-    """Check the types of options for Keras."""
+    """Check the types of the options for Keras."""
     for key in ("fit_config", "evaluate_config"):
         options = config.get(key)
         if options is not None and not isinstance(options, Mapping):
@@ -117,7 +117,7 @@ def _callbacks_in(config: Mapping[str, Any], key: str = "fit_config") -> Iterabl
 
 
 def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
-    """Check that several workers can use the callbacks of Keras."""
+    """Check that the Keras callbacks work with several workers."""
     if any("BackupAndRestore" in registration.class_names(callback) for callback in _callbacks_in(config)):
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
@@ -127,11 +127,11 @@ def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
 
 
 _BEGIN_AGAIN = {"EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler"}
-"""Callbacks of Keras that forget what they have seen, or count epochs from zero, in each `fit`."""
+"""Keras callbacks that reset their state, or count epochs from zero, in each `fit`."""
 
 
 def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
-    """Check that no callback of Keras would start again in each of so many calls."""
+    """Check that no Keras callback would be reset between epochs, because each epoch is a separate `fit`."""
     names = set().union(*map(registration.class_names, _callbacks_in(config))) & _BEGIN_AGAIN
     if names and epochs > 1:
         raise ValueError(
@@ -142,7 +142,7 @@ def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
 
 
 def refuse_keras_file(checkpoint: Any) -> None:
-    """Check that a checkpoint does not have a suffix of Keras, which could not read it."""
+    """Check that a checkpoint path does not have one of Keras's suffixes, because Keras could not read the file."""
     if str(checkpoint).endswith((".keras", ".h5", ".hdf5")):
         raise ValueError(
             f"`checkpoint={checkpoint!r}`: `save` writes an archive of NumPy, which Keras does not read. Call "
@@ -151,16 +151,16 @@ def refuse_keras_file(checkpoint: Any) -> None:
 
 
 def check_undo(undo: Any) -> None:
-    """Check that `undo` is not set, which Keras models do not support."""
+    """Check that `undo` is not set, because Keras models do not support it."""
     if undo is True:
         raise ValueError("`undo=True` works with `TorchTrainer` only: omit it.")
 
 
 def check_installed() -> None:
-    """Check that the packages that the workers need are installed."""
+    """Check that TensorFlow is installed."""
     require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
 
 
 def reservation_timeout_s() -> float:
-    """Return how many seconds the start of the workers waits for their resources."""
+    """Return how many seconds starting the workers may wait for resources."""
     return float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))

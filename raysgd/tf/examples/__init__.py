@@ -1,1 +1,1 @@
-"""Example modules that user code imports from. The scripts to run and to read are in the folder `examples`."""
+"""Example modules that existing programs import. The scripts to run and read are in the folder `examples`."""

@@ -1,7 +1,7 @@
 """Trains a small convolutional network on CIFAR-10 with creator functions, in the style of the old library.
 
-Keras downloads the images the first time, 170 MB; a smoke test uses noise instead. Do not rename `main`: existing
-programs and tests import it.
+On first use, Keras downloads the images (170 MB). A smoke test uses noise instead. Do not rename `main`, because
+existing programs and tests import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHAPE = (32, 32, 3)
 
 
 def model_creator(config: dict[str, Any]) -> Any:
-    """Return a compiled network: two blocks of convolutions and a dense layer."""
+    """Return a compiled network with two convolutional blocks and a dense layer."""
     layers = tf.keras.layers
     blocks = [
         [
@@ -40,7 +40,7 @@ def model_creator(config: dict[str, Any]) -> Any:
 
 
 def data_creator(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return images to train on, shuffled, and images to test on, scaled to 0..1."""
+    """Return shuffled training images and test images, scaled to 0..1."""
     train, test = _noise() if config["smoke_test"] else tf.keras.datasets.cifar10.load_data()
     train_dataset, test_dataset = (
         tf.data.Dataset.from_tensor_slices((images, labels.astype("int32"))) for images, labels in (train, test)
@@ -54,14 +54,15 @@ def data_creator(config: dict[str, Any]) -> tuple[Any, Any]:
 def main(
     smoke_test: bool, num_replicas: int, use_gpu: bool = False, augment_data: bool = False, batch_size: int = 32
 ) -> dict[str, float]:
-    """Train, evaluate, print, and return the last results.
+    """Train, evaluate and print the results of each epoch. Return the last results.
 
     Args:
-        smoke_test: Train one epoch of a smaller network on a few images of noise, to see that it runs.
+        smoke_test: Whether to only check that the example runs, with one epoch of a smaller network on a few noise
+            images.
         num_replicas: Number of workers.
-        use_gpu: True if each worker gets a GPU.
-        augment_data: True to mirror and shift the images at random.
-        batch_size: Images in a step of all workers.
+        use_gpu: Whether each worker gets a GPU.
+        augment_data: Whether to randomly flip and crop the images.
+        batch_size: Images per step over all workers.
     """
     config = {
         "smoke_test": smoke_test,

@@ -1,6 +1,6 @@
 """Fits the line `y = x / 2` with creator functions, in the style of the old library, on generated points.
 
-Do not rename anything here: existing programs and tests import these names.
+Do not rename anything here, because existing programs and tests import these names.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _NUM_EPOCHS = 2
 
 
 def linear_dataset(size: int) -> Any:
-    """Return points on the line, x drawn between 0 and 1."""
+    """Return points on the line, with random x between 0 and 1."""
     x = np.random.default_rng(size).random((size, 1), dtype="float32")
     return tf.data.Dataset.from_tensor_slices((x, x / 2))
 
 
 def simple_model(config: dict[str, Any]) -> Any:
-    """Return a compiled model of two dense layers."""
+    """Return a compiled model with two dense layers."""
     model = tf.keras.Sequential([tf.keras.layers.Input([1]), tf.keras.layers.Dense(10), tf.keras.layers.Dense(1)])
     optimizer = tf.keras.optimizers.SGD(0.1)
     model.compile(optimizer=optimizer, loss="mean_squared_error", metrics=["mean_squared_error"])
@@ -31,14 +31,14 @@ def simple_model(config: dict[str, Any]) -> Any:
 
 
 def simple_dataset(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return points for training and for testing, repeated forever. All workers share a batch."""
+    """Return training and test points, repeated forever. Each batch is a global batch."""
     batch_size = config["batch_size"]
     train, test = linear_dataset(NUM_TRAIN_SAMPLES), linear_dataset(NUM_TEST_SAMPLES)
     return train.repeat().batch(batch_size), test.repeat().batch(batch_size)
 
 
 def create_config(batch_size: int) -> dict[str, Any]:
-    """Return the config for these creators, with as many steps as it takes to use each point once."""
+    """Return the config for these creators, with so many steps per epoch that each point is used about once."""
     return {
         "batch_size": batch_size,
         "fit_config": {"steps_per_epoch": NUM_TRAIN_SAMPLES // batch_size},
@@ -51,8 +51,8 @@ def train_example(num_replicas: int = 1, batch_size: int = 128, use_gpu: bool = 
 
     Args:
         num_replicas: Number of workers.
-        batch_size: Samples in a step of all workers.
-        use_gpu: True if each worker gets a GPU.
+        batch_size: Samples per step over all workers.
+        use_gpu: Whether each worker gets a GPU.
     """
     config = create_config(batch_size)
     with TFTrainer(simple_model, simple_dataset, config=config, num_replicas=num_replicas, use_gpu=use_gpu) as trainer:
@@ -63,11 +63,11 @@ def train_example(num_replicas: int = 1, batch_size: int = 128, use_gpu: bool = 
 
 
 def tune_example(num_replicas: int = 1, use_gpu: bool = False) -> Any:
-    """Let Ray Tune train twice, and return the config of the trial with the smaller loss on the test points.
+    """Run two Ray Tune trials, and return the config of the trial with the lower loss on the test points.
 
     Args:
-        num_replicas: Number of workers of a trial.
-        use_gpu: True if each worker gets a GPU.
+        num_replicas: Number of workers per trial.
+        use_gpu: Whether each worker gets a GPU.
     """
     from ray import tune
 

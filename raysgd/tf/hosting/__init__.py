@@ -1,1 +1,1 @@
-"""An operator in its worker: the steps of a call, and the state between calls."""
+"""Runs an operator in its worker: the steps of a call, and the state between calls."""

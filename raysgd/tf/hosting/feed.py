@@ -1,4 +1,4 @@
-"""Datasets as the data of one replica: the source for each dataset, and whether its order can be repeated."""
+"""A replica's data: the source for each dataset, and obstacles to repeating its order."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 class TFFeed(feed.DataFeed):
-    """Makes the streams over datasets.
+    """Creates batch streams over an operator's datasets.
 
     Args:
         operator_of: Returns the operator that registered the datasets.
-        synchronizer: Takes the steps.
+        synchronizer: Performs the steps.
         world: The rank and the number of ranks.
-        seed: Seed of the order of shuffled datasets.
-        num_global: Number of one worker's batches in a step; None for the number of workers.
+        seed: Seed that determines the order of shuffled datasets.
+        num_global: Number of a dataset's batches per step with "worker" sharding. Default: the number of workers.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class TFFeed(feed.DataFeed):
         return TFBatchStream(source, self._synchronizer.step, begin_pass, self._take_part)
 
     def _take_part(self, batch: Any) -> None:
-        """Take part in a step of other ranks for which this rank has no samples. User code does not see it.
+        """Take part in a step of other ranks for which this rank has no samples, without running user code.
 
         Raises:
-            IncompatibleModelError: It is unknown which steps the user's `train_batch` takes.
+            IncompatibleModelError: It is unknown which collectives the user's `train_batch` performs.
         """
         operator = self._operator_of()
         if not self._synchronizer.step.usual and type(operator).train_batch is not TrainingOperator.train_batch:
@@ -91,7 +91,7 @@ class TFFeed(feed.DataFeed):
 
     @property
     def train_passes(self) -> Passes:
-        """The passes over the train dataset."""
+        """The passes over the training dataset."""
         return self._passes_of("train")
 
     def _passes_of(self, name: str) -> Passes:
@@ -140,15 +140,15 @@ class TFFeed(feed.DataFeed):
         return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_place(self, world: World) -> None:
-        """Divide the data again, for a new rank in another group."""
+        """Reshard the data for a new rank in another group, from the current position on."""
         self.go_to(self.epoch, self.position())
         self._world = world
         self._is_regrouped = True
 
     def align_validation(self) -> None:
-        """Start a shuffled validation dataset with its first order, because a new worker starts there.
+        """Reset a shuffled validation dataset to its first order, because a new worker starts with that order.
 
-        The order of validation passes is independent of the train dataset, whose passes are counted.
+        This also makes it independent of the training dataset if both share a shuffle.
         """
         internals = self._operator_of()._raysgd
         data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False
@@ -180,5 +180,5 @@ class TFFeed(feed.DataFeed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Replace a dataset that was not registered. Raises only when a batch is drawn."""
+    """Stand in for a dataset that was not registered. Raise an error when a batch is drawn."""
     raise NoDataError(f"`{name}` was not registered: pass it to `register_data` in `setup`.")

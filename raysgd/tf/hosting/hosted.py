@@ -1,4 +1,4 @@
-"""`TFHostedOperator`: an operator with its data, its loop, its state, and its place in a group."""
+"""`TFHostedOperator`: an operator inside a worker, with its data, loop, state, and rank in a group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OF_KERAS_2 = (
     "File format not supported",
     "end in `.keras`",
 )
-"""Keras 3's messages for `Adam(lr=...)`, `model.save("folder")`, and the like."""
+"""Parts of Keras 3's error messages for Keras 2 code such as `Adam(lr=...)` or `model.save("folder")`."""
 _LEGACY_KERAS = (
     "Keras 3 does not take this. If the program is for Keras 2, change the line (`raysgd migrate` finds it), or set "
     "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, and install `tf_keras`."
@@ -52,7 +52,7 @@ _LEGACY_KERAS = (
 
 
 class TFHostedOperator(hosted.HostedOperator):
-    """A TensorFlow operator, with its data, loop and state."""
+    """Runs a user's TensorFlow operator inside a worker, with its data, loop and state."""
 
     settings: TFSettings
     operator: TrainingOperator
@@ -64,13 +64,14 @@ class TFHostedOperator(hosted.HostedOperator):
         self._num_workers = settings.num_workers or world.size
         counts_steps = settings.recovery.snapshot_every_n_steps is not None
         self.synchronizer = Synchronizer(world, self._num_workers, counts_steps)
-        # If the batch size is that of all workers together, a step is the same for any number of workers.
+        # If the config has the global batch size, a step consists of the intended number of batches even if there are
+        # fewer workers.
         num_global = self._num_workers if BATCH_SIZE in settings.config else None
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
         super().__init__(settings, world, feed, ledger)
 
     def build(self) -> RunnerFacts:
-        """Build the operator, and give all ranks rank 0's weights."""
+        """Build the operator, and broadcast rank 0's weights."""
         settings, synchronizer = self.settings, self.synchronizer
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
@@ -88,7 +89,7 @@ class TFHostedOperator(hosted.HostedOperator):
         return self.facts()
 
     def _make_operator(self, makes_fit: bool) -> TrainingOperator:
-        """Run the user's `setup`, or the creator functions, with equal seeds on all ranks."""
+        """Run the user's `setup` or creator functions, with the same seeds on all ranks."""
         settings = self.settings
         seed_alike(settings.seed)
         naming.begin_names()
@@ -97,7 +98,7 @@ class TFHostedOperator(hosted.HostedOperator):
         try:
             self.operator = operator = settings.training_operator_cls(config=config, context=context)
         except ValueError as error:
-            if any(text in str(error) for text in _OF_KERAS_2) and hasattr(error, "add_note"):  # from Python 3.11 on
+            if any(text in str(error) for text in _OF_KERAS_2) and hasattr(error, "add_note"):  # Python 3.11 or later
                 error.add_note(_LEGACY_KERAS)
             raise
         check_is_set_up(operator)
@@ -148,7 +149,7 @@ class TFHostedOperator(hosted.HostedOperator):
     def edited_by(self, candidate: TFHostedOperator) -> learning_rates.Rates:
         mine, other = self.operator, candidate.operator
         chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)
-        present = learning_rates.read(mine._optimizers)  # in tf_keras the rates are not part of the state
+        present = learning_rates.read(mine._optimizers)  # read separately: tf_keras's state does not include the rates
         wanted = [rate if new == old else new for (old, new), rate in zip(chosen, present, strict=True)]
         return learning_rates.differing(learning_rates.read(other._optimizers), wanted)
 
@@ -160,18 +161,18 @@ class TFHostedOperator(hosted.HostedOperator):
         learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
-        """Take steps on zeros, if the operator allows it."""
+        """Train on zeros, to get one-time work done, if the operator allows it."""
         operator = self.operator
         if not operator.warms_up or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
-        self.synchronizer.regroup(World(0, 1))  # without other ranks
+        self.synchronizer.regroup(World(0, 1))  # a single-rank group
         with self.synchronizer.exchanges.surfacing_errors():
             operator.warm_up()
 
     def take_place(self, world: World) -> None:
         self.feed.take_place(world)
         self.synchronizer.regroup(world)
-        self.synchronizer.exchanges.forget_call()  # compare the ranks again, since some are new
+        self.synchronizer.exchanges.forget_call()  # restart the measurements, because some ranks are new
         take_place(self.operator, world)
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -181,7 +182,7 @@ class TFHostedOperator(hosted.HostedOperator):
         return self.synchronizer.group.receive(source, takers)
 
     def settle_in(self) -> None:
-        """Do nothing: models do not depend on the group."""
+        """Do nothing, because models do not depend on the group."""
 
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
@@ -204,7 +205,7 @@ class TFHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Restore random states afterwards, so that predicting does not affect training."""
+        """Restore random states after the block, so that prediction does not affect training."""
         with self.synchronizer.exchanges.surfacing_errors(), self.giving_back_random_numbers():
             yield
 
@@ -214,7 +215,7 @@ class TFHostedOperator(hosted.HostedOperator):
         if not found:
             return None
         names = [f"`{getattr(v, 'path', v.name)}` of model {number} (`{type(m).__name__}`)" for number, m, v in found]
-        arrays = (np.asarray(variable.numpy()) for _, _, variable in found)  # one at a time
+        arrays = (np.asarray(variable.numpy()) for _, _, variable in found)  # lazily, to hold one array at a time
         rows = [(sums_of_array(array), tolerance_of(array.itemsize)) for array in arrays]
         numbers, tolerances = np.array([sums for sums, _ in rows]), tuple(tolerance for _, tolerance in rows)
         shapes = tuple(tuple(variable.shape) for _, _, variable in found)
@@ -237,10 +238,10 @@ class TFHostedOperator(hosted.HostedOperator):
 
 
 def refuse_stateful(models: Iterable[Any]) -> None:
-    """Check that no recurrent layer carries a state from batch to batch.
+    """Check that no recurrent layer is stateful across batches.
 
     Raises:
-        IncompatibleModelError: A recurrent layer does.
+        IncompatibleModelError: A recurrent layer is stateful.
     """
     for layer in (layer for model in models for layer in registration.layers_in(model)):
         if hasattr(layer, "cell") and layer.stateful:
@@ -252,12 +253,12 @@ def refuse_stateful(models: Iterable[Any]) -> None:
 
 
 def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Synchronizer) -> None:
-    """Create all variables, as far as possible.
+    """Create the variables of models and optimizers, as far as possible.
 
     Args:
-        operator: Has registered models and optimizers.
-        uses_fit: True if the model is compiled, and knows its optimizer.
-        synchronizer: Watches a model that is traced.
+        operator: Operator with registered models and optimizers.
+        uses_fit: True if the model is compiled and has an optimizer.
+        synchronizer: Watches the model while its `train_step` is traced.
     """
     dataset = operator.train_dataset
     for model in operator._models:
@@ -273,10 +274,10 @@ def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Sy
 
 
 def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
-    """Check that a loss used in the user's own `forward` is a mean over samples.
+    """Check that a loss that the user's own `forward` computes is a mean over samples.
 
     Raises:
-        IncompatibleModelError: The loss is something else, so it could not be scaled.
+        IncompatibleModelError: The loss has another reduction, which the library cannot scale there.
     """
     loss = operator._raysgd.registered.loss
     reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
@@ -289,7 +290,12 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
 
 
 def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
-    """Do something before the first step, which does it anyway, and return True if it worked.
+    """Try to do work ahead of time that the first step would do anyway. Return True if it worked.
+
+    Args:
+        what: Describes the work, for the log.
+        function: Does the work.
+        args: Arguments of `function`.
 
     Raises:
         IncompatibleModelError: The model cannot be used at all.
@@ -298,14 +304,14 @@ def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
         function(*args)
     except IncompatibleModelError:
         raise
-    except Exception as error:  # of user code; a lasting error is raised again in the first step
+    except Exception as error:  # from user code; the first step raises a permanent error again
         logger.debug("could not %s ahead of the first step: %s", what, error)
         return False
     return True
 
 
 def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
-    """Trace the user's own `train_step`, which knows the variables of each optimizer. Return True if it worked."""
+    """Trace the user's own `train_step`, which creates the variables of each optimizer. Return True if it worked."""
     model = operator._models[0]
     if model.run_eagerly or not registration.has_own_train_step(model):
         return False
@@ -319,10 +325,10 @@ def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronize
 
 
 class OperatorLoop(Loop):
-    """The loop of an operator that draws batches.
+    """Training loop of an operator that draws batches itself.
 
     Attributes:
-        fit: Position of Keras's `fit`; None if the operator has its own loop.
+        fit: Holds the position of Keras's `fit`. None if the operator draws batches itself.
     """
 
     fit: FitStream | None = None
@@ -332,14 +338,14 @@ class OperatorLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._synchronizer = synchronizer
-        self._num_exchanges = 0  # at the last step boundary
+        self._num_exchanges = 0  # number of all-reduces at the last step boundary
 
     @property
     def place(self) -> TFStep:
         return self._synchronizer.step
 
     def plain(self, value: Any) -> Any:
-        """Return a tensor as a number if it is a scalar, else as an array."""
+        """Convert a scalar tensor to a number, and any other tensor to an array."""
         value = value.numpy() if hasattr(value, "numpy") else value
         return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
@@ -372,7 +378,7 @@ class OperatorLoop(Loop):
 
 
 class FitLoop(OperatorLoop):
-    """The loop of Keras's `fit`, which draws batches itself, so its waits for data are not measured."""
+    """Training loop for Keras's `fit`. Keras draws the batches, so waits for data are not measured."""
 
     first_bin = USEFUL
     fit: FitStream
@@ -387,7 +393,7 @@ class FitLoop(OperatorLoop):
         return self.fit.is_whole
 
     def begin_call(self) -> None:
-        self.fit.end()  # a `fit` that an exception in user code ended is not continued
+        self.fit.end()  # do not resume a `fit` that an exception in user code ended
         super().begin_call()
 
     def end_call(self) -> None:
@@ -410,7 +416,7 @@ class FitLoop(OperatorLoop):
         self.fit.break_off()
 
     def ledger(self) -> None:
-        """Return None: Keras's batches are counted as steps, not as samples."""
+        """Return None, because Keras's batches are counted as steps, not as samples."""
 
     def progress_text(self) -> str:
         place = self.fit.state()

@@ -1,6 +1,7 @@
-"""The state of a replica with Keras: its contents, checks that another state fits, and loading it.
+"""The state of a Keras replica: reading it, checking that another state matches, and loading it.
 
-It includes random states: equal on all ranks until the replicas are built, and different on each rank afterwards.
+It includes random states. They are equal on all ranks while the replicas are built, and differ between ranks
+afterwards.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from raysgd.trainer.worker.state.replica_state import RESUME, ReplicaState
 
 
 class KerasState(ReplicaState):
-    """Reads and replaces the state of models, optimizers and a `fit`.
+    """Reads and loads the state of models, optimizers and a `fit`.
 
     Args:
-        operator: Has the registered objects, and its own state.
-        feed: Has the position in the data.
-        fit: Position of Keras's `fit`; None if the operator draws batches.
+        operator: Operator with the registered objects and the user's own state.
+        feed: Holds the position in the data.
+        fit: Holds the position of Keras's `fit`. None if the operator draws batches itself.
     """
 
     def __init__(self, operator: TrainingOperator, feed: TFFeed, fit: FitStream | None) -> None:
@@ -66,7 +67,7 @@ class KerasState(ReplicaState):
 
     def check_own(self, own: Sequence[Any]) -> None:
         seeds = self._seeds()
-        if len(own) == len(seeds):  # otherwise they belong to other layers
+        if len(own) == len(seeds):  # otherwise, the seeds belong to a model with different layers
             _check_fit(seeds, own, "the random generators")
 
     def restore_own(self, own: Sequence[Any]) -> None:
@@ -106,7 +107,7 @@ class KerasState(ReplicaState):
 
 
 def _array(variable: Any) -> Any:
-    """Return a copy of a variable's value."""
+    """Copy a variable's value to an array."""
     return np.array(variable.numpy())
 
 
@@ -133,14 +134,14 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
 
 
 def seed_alike(seed: int) -> None:
-    """Seed all ranks equally, so that models start equal and shuffled datasets have the same order."""
+    """Seed all ranks equally, so that models start in sync and shuffled datasets have the same order."""
     import tensorflow as tf
 
-    tf.keras.utils.set_random_seed(seed)  # TensorFlow, NumPy and `random`, and the seeds of layers
+    tf.keras.utils.set_random_seed(seed)  # seeds TensorFlow, NumPy and `random`, and through them the layers
 
 
 def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
-    """Seed each rank differently for random numbers during training, such as those of dropout."""
+    """Seed each rank differently for random numbers during training, such as dropout masks."""
     import tensorflow as tf
 
     tf.random.set_seed(seed + rank)
@@ -149,19 +150,19 @@ def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
 
 
 def random_states() -> Any:
-    """Return the states of NumPy's and Python's random generators."""
+    """Return the states of NumPy's and Python's global random generators."""
     return np.random.get_state(), random.getstate()
 
 
 def restore_random_states(states: Any) -> None:
-    """Restore the states of NumPy's and Python's random generators."""
+    """Restore the states of NumPy's and Python's global random generators."""
     of_numpy, of_python = states
     np.random.set_state(of_numpy)
     random.setstate(of_python)
 
 
 def seeds_of(models: Sequence[Any]) -> list[Any]:
-    """Return the seed variables of Keras 3 layers: variables of models that are not weights."""
+    """Return the seed variables of Keras 3 layers: model variables that are not weights."""
     known = {id(variable) for model in models for variable in registration.weights_of(model)}
     return [
         variable

@@ -1,1 +1,1 @@
-"""Operations on Keras's own objects: models, optimizers, losses, random numbers."""
+"""Operations on objects of Keras and `tf.data`: models, optimizers, learning rates, names and datasets."""

@@ -1,16 +1,17 @@
-"""Division of `tf.data` datasets over the replicas.
+"""Sharding of `tf.data` datasets over the replicas.
 
 Each replica creates the same dataset and takes its part of every step:
 
-* `"global"`: a batch of the dataset is for all workers together, as with TensorFlow's strategies. Each worker takes an
-  equal slice of it, lower ranks first.
-* `"worker"`: a batch of the dataset is for one worker. A step has as many batches as there are workers. Their samples
-  are joined in order, and divided in the same way.
+* `"global"`: A batch of the dataset is a global batch, as with TensorFlow's strategies. Each worker takes an equal
+  slice of the batch, in rank order.
+* `"worker"`: A batch of the dataset is for one worker. A step takes as many batches as there are workers, concatenates
+  them in order, and slices the result in the same way.
 
-So a step of N workers has the same samples in the same order as one process with the global batch, and each sample of a
-pass is used once. A dataset whose auto-shard policy is OFF is not divided: each worker has its own part.
+A step of N workers therefore has the same samples in the same order as a single-process step on the global batch, and
+each sample is used once per pass. A dataset whose auto-shard policy is OFF is not sharded, because each worker has its
+own part.
 
-ADR 2 says why data is divided by global batches.
+ADR 2 explains why data is sharded by global batches.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NO_FIRST_ORDER = (
     "be repeated or left out: leave out the shuffle, which a validation does not need"
 )
 
-_IGNORE = 1  # policy for state outside the dataset, such as that of Python functions: do not copy it
+_IGNORE = 1  # policy for external state of a dataset, such as the state of Python functions: do not copy it
 
 _ADVICE = "`tf.data.Dataset.from_tensor_slices(...).batch(...)`, or with `from_generator`"
 _ADVICE_FOR_INDEXED = (  # a `PyDataset` of Keras 3, or a `Sequence` of tf_keras
@@ -43,12 +44,12 @@ Sharding = Literal["global", "worker"]
 
 
 def signature_of(dataset: Any) -> str:
-    """Return a text that must be equal on all ranks if a dataset is divided."""
+    """Return a string describing the dataset. It must be identical on all ranks if raysgd shards the dataset."""
     return f"{int(dataset.cardinality())} batches of {dataset.element_spec!r}"
 
 
 def is_divided(dataset: Any) -> bool:
-    """Return True if raysgd divides the dataset, which it does unless its auto-shard policy is OFF."""
+    """Return True if raysgd shards the dataset: unless the dataset's auto-shard policy is OFF."""
     import tensorflow as tf
 
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -56,7 +57,7 @@ def is_divided(dataset: Any) -> bool:
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
-    """Mark a `tf.data.Dataset` that is already a worker's part, so that it is not divided again."""
+    """Mark a `tf.data.Dataset` that is already one worker's shard, so that raysgd does not shard it again."""
     import tensorflow as tf
 
     options = tf.data.Options()
@@ -65,12 +66,12 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
 
 
 def is_shuffled(dataset: Any) -> bool:
-    """Return True if the dataset contains a shuffle, so that its order may change from pass to pass."""
+    """Return True if the dataset contains a shuffle. Its order may then change from pass to pass."""
     return bool(_shuffles_of(dataset))
 
 
 def share_a_shuffle(first: Any, second: Any) -> bool:
-    """Return True if both datasets contain the same shuffle, so that a pass over one changes the order of the other."""
+    """Return True if both datasets contain the same shuffle. A pass over one then changes the order of the other."""
     return not _shuffles_of(first).isdisjoint(_shuffles_of(second))
 
 
@@ -86,10 +87,10 @@ def _inputs_of(dataset: Any) -> Sequence[Any]:
 
 
 def unused_copy(dataset: Any) -> Any:
-    """Return a copy of the dataset whose shuffles start over, as before its first pass; None if impossible.
+    """Return a copy of the dataset in the state before its first pass, or None if it cannot be copied.
 
-    A shuffle draws the order of each pass from a generator that is stored outside the dataset, under a name. The copy
-    uses another name. Arrays in the dataset are copied, too.
+    A shuffle draws the order of each pass from a generator that is stored outside the dataset, under a name. The copy's
+    generators have new names. Arrays in the dataset are copied, too.
     """
     import tensorflow as tf
 
@@ -102,7 +103,7 @@ def unused_copy(dataset: Any) -> Any:
 
 
 def in_first_order(dataset: Any) -> Any:
-    """Return the dataset with shuffles that start with their first order, as in a new worker."""
+    """Return the dataset with its shuffles reset to their first order, as in a new worker."""
     copy = unused_copy(dataset) if is_shuffled(dataset) else dataset
     if copy is None:
         logger.warning(NO_FIRST_ORDER)
@@ -110,14 +111,14 @@ def in_first_order(dataset: Any) -> Any:
 
 
 def _packed_graph(dataset: Any, change: Callable[[Any], None]) -> bytes:
-    """Return a dataset as bytes.
+    """Serialize a dataset.
 
     Args:
         dataset: The dataset.
-        change: Called with its graph before it is packed.
+        change: Called with the dataset's graph before it is serialized, to check or modify it.
 
     Raises:
-        ValueError: It cannot be packed, for instance because it is too large for a message; or `change` raised.
+        ValueError: The dataset cannot be serialized, for example because it is too large, or `change` raised an error.
     """
     import tensorflow as tf
 
@@ -140,28 +141,28 @@ def _dataset_of(graph: bytes, element_spec: Any) -> Any:
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """A dataset that can be sent to other processes: a graph that includes the dataset's arrays."""
+    """A serialized dataset that can be sent to other processes. The graph includes the dataset's arrays."""
 
     graph: bytes
     element_spec: Any
     is_divided: bool
 
     def make(self) -> Any:
-        """Return the dataset, in the state before its first pass."""
+        """Create the dataset, in the state before its first pass."""
         dataset = _dataset_of(self.graph, self.element_spec)
         return dataset if self.is_divided else prepare_dataset_shard(dataset)
 
 
 def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
-    """Prepare a dataset to be sent to other processes.
+    """Serialize a dataset to send it to other processes.
 
     Args:
-        name: Its name in errors.
+        name: Name of the dataset in error messages.
         dataset: The dataset.
-        advice: Advice for the case that it cannot be sent.
+        advice: What to do if the dataset cannot be sent, for the error message.
 
     Raises:
-        ValueError: Parts of it exist only in this process, or it is too large for a message.
+        ValueError: The dataset depends on Python functions of this process, or is too large.
     """
     advice = f"`{name}`: " + (
         advice or "make this dataset in `data_creator` instead, with `config['fit_config']['validation_data'] = ...`"
@@ -180,15 +181,15 @@ def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
 
 
 def unpacked(dataset: Any) -> Any:
-    """Return the dataset, created again if it was sent as a `PackedDataset`."""
+    """Return the dataset. Recreate it first if it is a `PackedDataset`."""
     return dataset.make() if isinstance(dataset, PackedDataset) else dataset
 
 
 def check_can_be_divided(name: str, data: Any) -> None:
-    """Check that workers can divide the data. Does not load TensorFlow.
+    """Check that workers can shard the data, without loading TensorFlow.
 
     Raises:
-        TypeError: It is neither a dataset nor made of arrays.
+        TypeError: `data` contains an object that is neither a dataset nor an array.
     """
     kinds = sorted({f"`{type(leaf).__name__}`" for leaf in _leaves(data) if not _is_array_or_dataset(leaf)})
     if kinds:
@@ -213,16 +214,16 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 
 def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
-    """Return the `validation_data` of `fit` as a dataset of batches.
+    """Convert the `validation_data` of `fit` to a dataset of batches.
 
     Args:
-        name: Its name in errors.
+        name: Name of the data in error messages.
         data: A dataset, or arrays in the form that `fit` accepts.
         batch_size: Batch size for arrays.
 
     Raises:
-        TypeError: It is neither of these.
-        ValueError: Its elements are not batches.
+        TypeError: `data` is neither a dataset nor arrays.
+        ValueError: The dataset's elements are not batches.
     """
     import tensorflow as tf
 
@@ -237,7 +238,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
 
 
 def _rename_generators(graph: Any) -> None:
-    """Give every shuffle in the graph its own generator, under a new name."""
+    """Give every shuffle in the graph a new generator, by renaming its resource."""
     nodes = {node.name: node for node in graph.node}
     for node in graph.node:
         if node.op not in ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2"):
@@ -249,7 +250,7 @@ def _rename_generators(graph: Any) -> None:
 
 
 def noting_passes(dataset: Any, skipped: int, note: Callable[[], None]) -> Any:
-    """Return the dataset without its first batches; it calls `note` whenever an iteration begins."""
+    """Return the dataset without its first `skipped` batches. It calls `note` at the start of each iteration."""
     import tensorflow as tf
 
     def begin(_: Any) -> Any:
@@ -269,8 +270,8 @@ def check_dataset(name: str, dataset: Any) -> None:
     """Check that `dataset` is a `tf.data.Dataset` of batches.
 
     Raises:
-        TypeError: It is not a dataset.
-        ValueError: Its elements are not batches.
+        TypeError: `dataset` is not a `tf.data.Dataset`.
+        ValueError: The dataset's elements are not batches.
     """
     import tensorflow as tf
 
@@ -294,7 +295,7 @@ def refuse_sparse(dataset: Any) -> None:
     """Check that batches can be sliced.
 
     Raises:
-        ValueError: They contain a `SparseTensor`.
+        ValueError: The batches contain a `SparseTensor`.
     """
     import tensorflow as tf
 
@@ -307,7 +308,7 @@ def refuse_sparse(dataset: Any) -> None:
 
 
 def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
-    """Return the dataset of global batches: its own batches, or each `num_batches` of them joined."""
+    """Return a dataset of global batches: the dataset itself, or with every `num_batches` batches concatenated."""
     refuse_sparse(dataset)
     if sharding == "global" or num_batches == 1:
         return dataset
@@ -316,14 +317,16 @@ def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
 
 
 def part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """Return this rank's part of each global batch. It is empty if there are fewer samples than workers."""
+    """Return this rank's part of each global batch. A part may be empty if there are fewer samples than workers."""
     return dataset.map(_on_element(dataset, lambda batch: _part(batch, rank, num_workers))).prefetch(2)
 
 
 def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """Return `(part, samples in it, samples in the global batch, sums of the weights of both)` for each global batch.
+    """Return a dataset with a tuple for each global batch.
 
-    A rank without samples gets one of another rank's samples and the number 0, so that it can take part in the step.
+    A tuple consists of this rank's part, the numbers of samples in the part and in the global batch, and the sums of
+    the sample weights in both. A rank without samples gets another rank's sample and the number 0, so that it can take
+    part in the step.
     """
 
     def counted(batch: Any) -> Any:
@@ -338,12 +341,12 @@ def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
 
 
 def without_empty(dataset: Any) -> Any:
-    """Drop batches without samples: for evaluation, where ranks may have different numbers of batches."""
+    """Drop empty batches. Use this in evaluation, where ranks may have different numbers of batches."""
     return dataset.filter(_on_element(dataset, lambda batch: num_samples(batch) > 0))
 
 
 def own_part_of(dataset: Any, num_workers: int) -> Any:
-    """Cut the batches of a dataset that is not divided to the size that a strategy would give each worker."""
+    """Split an unsharded dataset's batches into pieces of the size that a TensorFlow strategy would use per worker."""
 
     def pieces(batch: Any) -> Any:
         import tensorflow as tf
@@ -354,7 +357,7 @@ def own_part_of(dataset: Any, num_workers: int) -> Any:
 
 
 def after_samples(dataset: Any, consumed: int) -> Any:
-    """Return the rest of a dataset of batches after so many samples. Its first batch may be incomplete."""
+    """Skip the first `consumed` samples of a dataset of batches. The first remaining batch may be incomplete."""
     import tensorflow as tf
 
     def cut(seen: Any, batch: Any) -> Any:
@@ -367,7 +370,7 @@ def after_samples(dataset: Any, consumed: int) -> Any:
 
 
 def num_samples(batch: Any) -> Any:
-    """Return the number of samples in a batch, as a tensor: the first dimension of its first tensor."""
+    """Return the number of samples in a batch, as a tensor: the size of its first tensor's first dimension."""
     import tensorflow as tf
 
     first = tf.nest.flatten(batch)[0]
@@ -379,7 +382,7 @@ def num_samples(batch: Any) -> Any:
 
 
 def sum_of_weights(batch: Any) -> Any:
-    """Return the sum of the sample weights in a batch `(x, y, sample_weight)`; 0 without weights."""
+    """Return the sum of the sample weights in a batch `(x, y, sample_weight)`, or 0 without weights."""
     import tensorflow as tf
 
     weights = batch[2] if isinstance(batch, tuple) and len(batch) > 2 else None
@@ -387,16 +390,16 @@ def sum_of_weights(batch: Any) -> Any:
 
 
 def zeros_like(dataset: Any) -> Any:
-    """Return a dataset of the same element type with one batch of zeros."""
+    """Return a dataset with the same element spec that contains one batch of zeros."""
     import tensorflow as tf
 
     batch = zeros(dataset.element_spec, 1)
     made = tf.data.Dataset.from_generator(lambda: iter([batch]), output_signature=dataset.element_spec)
-    return made.apply(tf.data.experimental.assert_cardinality(1))  # else Keras warns that it ran out of data
+    return made.apply(tf.data.experimental.assert_cardinality(1))  # otherwise, Keras warns that it ran out of data
 
 
 def zeros(element_spec: Any, num_samples: int) -> Any:
-    """Return a batch of zeros, or of empty strings; `num_samples` replaces unknown sizes."""
+    """Return a batch of zeros or empty strings. `num_samples` replaces unknown sizes."""
     import tensorflow as tf
 
     def of(part: Any) -> Any:
@@ -407,9 +410,9 @@ def zeros(element_spec: Any, num_samples: int) -> Any:
 
 
 def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return `function` for methods of a dataset, which pass the parts of a tuple as separate arguments.
+    """Adapt a function of an element to dataset methods, which pass the items of a tuple as separate arguments.
 
-    AutoGraph is off, since nothing here needs it, and it would write a file for each function.
+    AutoGraph is off, because nothing here needs it, and it would write a file for each function.
     """
     import tensorflow as tf
 
@@ -438,7 +441,7 @@ def _part(batch: Any, rank: Any, num_workers: int) -> Any:
 
 
 def _joined(batches: Any) -> Any:
-    """Join several batches into one, in order."""
+    """Concatenate several batches in order."""
     import tensorflow as tf
 
     def join(tensor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Learning rates of Keras optimizers: read, set, and compared between two set-ups."""
+"""Reads, sets and compares learning rates of Keras optimizers."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Rates = Sequence[float | None]
-"""One rate for each optimizer; None if it follows a schedule, or its rate cannot be set."""
+"""One rate per optimizer, or None for an optimizer that follows a schedule or whose rate cannot be set."""
 
 
 def read(optimizers: Iterable[Any]) -> list[float | None]:
-    """Return the current rates of optimizers."""
+    """Return the optimizers' current learning rates."""
     return [_read(optimizer) for optimizer in optimizers]
 
 
 def _read(optimizer: Any) -> float | None:
     chosen = getattr(optimizer, "inner_optimizer", optimizer).get_config().get("learning_rate")
-    is_scheduled = isinstance(chosen, Mapping)  # tf_keras would accept a value, and forget it
+    is_scheduled = isinstance(chosen, Mapping)  # tf_keras would accept an assigned value and then overwrite it
     rate: Any = getattr(optimizer, "learning_rate", None)
     return float(rate.numpy()) if hasattr(rate, "assign") and not is_scheduled else None
 
 
 def apply(rates: Rates, optimizers: Iterable[Any]) -> None:
-    """Set the rates of optimizers; None leaves a rate unchanged."""
+    """Set the optimizers' learning rates. None leaves a rate unchanged."""
     for rate, optimizer in zip(rates, optimizers, strict=True):
         if rate is not None:
             optimizer.learning_rate.assign(rate)
 
 
 def differing(before: Rates, after: Rates) -> list[float | None]:
-    """Return the rates of `after` that differ from those before, and None for the others; empty if none differs."""
+    """Return the rates in `after` that differ from `before`, with None for equal rates. Return [] if all are equal."""
     found = [rate if rate != (before[at] if at < len(before) else None) else None for at, rate in enumerate(after)]
     return found if any(rate is not None for rate in found) else []

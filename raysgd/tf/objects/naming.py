@@ -1,4 +1,4 @@
-"""Default names of Keras layers and metrics, which Keras numbers by counting the objects of the process."""
+"""Default names of Keras layers and metrics. Keras numbers them with counters that are global to the process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from raysgd.core.private_names import find_name
 
-_first_counts: Mapping[str, int] | None = None  # before the first `setup` of this process
+_first_counts: Mapping[str, int] | None = None  # Keras's counters before the first `setup` in this process
 
 
 def begin_names() -> None:
-    """Let the next `setup` get the names of a new process, even if this process has run others before.
+    """Reset Keras's name counters, so that the next `setup` gets the same names as in a new process.
 
-    Results are named by metrics, and `auc` would be `auc_1` on workers that have run `setup` twice.
+    Results are named after metrics, and `auc` would become `auc_1` on workers that have already run a `setup`.
     """
     global _first_counts
     import tensorflow as tf
 
     is_first = _first_counts is None
-    reset_legacy = getattr(tf.keras.backend, "reset_uids", None)  # of tf_keras
+    reset_legacy = getattr(tf.keras.backend, "reset_uids", None)  # exists in tf_keras only
     if reset_legacy is not None:
         _first_counts = _first_counts or {}
         if not is_first:
@@ -34,7 +34,7 @@ def begin_names() -> None:
 
 
 def _counts_of_keras() -> dict[str, int]:
-    """Return Keras 3's name counts of this thread, or a new dict if a newer version hides them."""
+    """Return Keras 3's name counters of this thread, or a new dict if this Keras version does not expose them."""
     attribute: Any = find_name("keras.src.backend.common.global_state:get_global_attribute")
     fresh: dict[str, int] = defaultdict(int)
     if attribute is None:

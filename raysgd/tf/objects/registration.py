@@ -1,4 +1,4 @@
-"""Arguments of `register`: one Keras object or several, of Keras 3 or tf_keras, returned in the same container."""
+"""Checks the arguments of `register`, and operates on Keras objects, of Keras 3 or tf_keras."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.trainer.worker.operator import RegisteredParts, parts_of
 
 
 def models_of(given: Any) -> RegisteredParts:
-    """Check one Keras model or several."""
+    """Check that the argument is a Keras model, or a container of models."""
     parts = parts_of("models", given, partial(_has, "trainable_weights"), "a Keras model")
     for model in parts.items:
         check_framework(model)
@@ -23,23 +23,23 @@ def models_of(given: Any) -> RegisteredParts:
 
 
 def optimizers_of(given: Any) -> RegisteredParts:
-    """Check one Keras optimizer or several."""
+    """Check that the argument is a Keras optimizer, or a container of optimizers."""
     return parts_of("optimizers", given, partial(_has, "apply_gradients"), "a Keras optimizer, made and not named")
 
 
 def metrics_of(given: Any) -> RegisteredParts:
-    """Check one Keras metric or several."""
+    """Check that the argument is a Keras metric, or a container of metrics."""
     return parts_of("metrics", given, partial(_has, "update_state"), "a Keras metric")
 
 
 def _has(name: str, item: Any) -> bool:
-    return hasattr(type(item), name)  # not of the instance: properties of unbuilt models raise
+    return hasattr(type(item), name)  # checks the class, because properties of unbuilt models raise
 
 
 def optimizers_in(model: Any) -> list[Any]:
-    """Return the optimizers among the attributes of a model and its layers, first the one that it is compiled with.
+    """Return all optimizers in attributes of a model and its layers. The optimizer it is compiled with comes first.
 
-    An optimizer inside a `LossScaleOptimizer` is represented by that one.
+    An optimizer that is wrapped in a `LossScaleOptimizer` is left out in favor of its wrapper.
     """
     found = {id(optimizer): optimizer for optimizer in (model.optimizer, *_optimizers_of_parts(model))}
     inside = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
@@ -55,29 +55,29 @@ def _optimizers_of_parts(model: Any) -> Iterator[Any]:
 
 
 def layers_in(model: Any) -> list[Any]:
-    """Return a model and all layers in it, however deep."""
+    """Return a model and all its layers, recursively."""
     require_names(model, "_flatten_layers")
     return list(model._flatten_layers())
 
 
 def replace_method(owner: Any, name: str, function: Any) -> None:
-    """Replace a method of a model or an optimizer, bypassing Keras, which tracks attributes that are set."""
+    """Replace a method on an instance of a model or optimizer, bypassing Keras's attribute tracking."""
     function._is_of_raysgd = True
     object.__setattr__(owner, name, function)
 
 
 def is_replaced(owner: Any, name: str) -> bool:
-    """Return True if `replace_method` replaced this method of an instance."""
+    """Return True if `replace_method` has replaced this method on the instance."""
     return getattr(vars(owner).get(name), "_is_of_raysgd", False)
 
 
 def is_legacy(keras_object: Any) -> bool:
-    """Return True if an object belongs to tf_keras (Keras 2), False for Keras 3."""
+    """Return True if an object belongs to tf_keras (Keras 2), False if it belongs to Keras 3."""
     return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(keras_object).__mro__)
 
 
 def keras_of(keras_object: Any) -> Any:
-    """Return the package of an object: Keras 3 or tf_keras."""
+    """Return the package that an object belongs to: Keras 3 or tf_keras."""
     return importlib.import_module("tf_keras" if is_legacy(keras_object) else "keras")
 
 
@@ -87,7 +87,7 @@ def class_names(keras_object: Any) -> set[str]:
 
 
 def steps_per_execution(model: Any) -> int:
-    """Return the `steps_per_execution` of a compiled model."""
+    """Return a compiled model's `steps_per_execution`."""
     if is_legacy(model):
         require_names(model, "_steps_per_execution")
         return int(model._steps_per_execution.numpy())
@@ -98,7 +98,7 @@ def check_framework(model: Any) -> None:
     """Check that Keras runs on TensorFlow.
 
     Raises:
-        IncompatibleModelError: Keras 3 runs on another framework.
+        IncompatibleModelError: Keras 3 uses another backend.
     """
     keras = sys.modules.get("keras")
     if is_legacy(model) or keras is None or not hasattr(keras, "config"):
@@ -125,7 +125,7 @@ def require_compiled(model: Any, where: str) -> None:
 
 
 def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
-    """Return the optimizer, in a `LossScaleOptimizer` if a model computes in float16, unless it already is one."""
+    """Wrap an optimizer in a `LossScaleOptimizer` if a model computes in float16, unless it already is one."""
     policies = {_policy_of(model) for model in models}
     if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
         return optimizer
@@ -139,12 +139,12 @@ def _policy_of(model: Any) -> str:
 
 
 def weights_of(model: Any) -> list[Any]:
-    """Return the weights of a model; an empty list if it has not been built."""
+    """Return a model's weights, or an empty list if it has not been built."""
     return list(model.weights) if model.built else []
 
 
 def take_weights_in(model: Any) -> None:
-    """Let layers use weights that were set from outside: adapted layers cache values computed from theirs."""
+    """Refresh cached values after a model's weights were set. Adapted layers cache values computed from weights."""
     for layer in layers_in(model):
         finalize = getattr(layer, "finalize_state", None)
         if layer is not model and finalize is not None and layer.built and layer.weights:
@@ -158,13 +158,13 @@ def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[s
 
 
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
-    """Return the state of an optimizer: counters and slots, including those inside a loss scale."""
+    """Return an optimizer's variables: counters and slots, including those of an optimizer wrapped for loss scaling."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
 
 def build_model(model: Any, element_spec: Any) -> None:
-    """Create the variables of a model that needs to see its input for that, by passing zeros."""
+    """Create a model's variables, if necessary by calling the model on zeros."""
     if model.built and model.weights:
         return
     model(zeros(element_spec[0] if isinstance(element_spec, tuple) and element_spec else element_spec, 1))
@@ -176,15 +176,15 @@ def has_own_train_step(model: Any) -> bool:
 
 
 def is_stock(part: Any) -> bool:
-    """Return True if a layer, loss or method belongs to Keras or raysgd, False if it is the user's."""
+    """Return True if Keras or raysgd defines a layer, loss or method. Return False if the user does."""
     return getattr(part, "__module__", "keras").partition(".")[0] in ("keras", "tf_keras", "raysgd")
 
 
 def refuse_unreduced_loss(model: Any) -> None:
-    """Check that a compiled loss is reduced to one number: unreduced losses cannot be combined across ranks.
+    """Check that a compiled loss is reduced to a scalar, because unreduced losses cannot be combined across ranks.
 
     Raises:
-        IncompatibleModelError: The loss is unreduced, so Keras's own step would add it up.
+        IncompatibleModelError: The loss is unreduced. Keras's own step would sum it.
     """
     import tensorflow as tf
 
@@ -198,14 +198,14 @@ def refuse_unreduced_loss(model: Any) -> None:
 
 
 def trace_train_step(model: Any, element_spec: Any) -> None:
-    """Create the variables of all optimizers that a `train_step` uses, by tracing it without computing anything."""
+    """Create the variables of all optimizers that a `train_step` uses, by tracing it without running it."""
     import tensorflow as tf
 
     tf.function(model.train_step, autograph=is_legacy(model)).get_concrete_function(element_spec)
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Create the slots of an optimizer."""
+    """Create an optimizer's slots."""
     if hasattr(optimizer, "build"):
         if not getattr(optimizer, "built", False) or is_legacy(optimizer):
             optimizer.build(list(variables))

@@ -1,1 +1,1 @@
-"""Records about an operator."""
+"""Internal records of an operator."""

@@ -1,4 +1,4 @@
-"""Settings of a TensorFlow replica, and records about its operator: registered objects and compiled steps."""
+"""Settings of a TensorFlow replica, and its operator's internal records: registered objects and compiled steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from raysgd.trainer.worker.operator import Internals, required
 
 @dataclass(frozen=True)
 class TFSettings(ReplicaSettings):
-    """The settings from which every replica is made. The docstring of `TFTrainer` explains each field.
+    """The settings from which every replica is created. The docstring of `TFTrainer` explains each field.
 
     Attributes:
-        num_workers: The intended number of workers; None for the number when the replica is made.
+        num_workers: The intended number of workers. Default: the number of workers when the replica is created.
 
     Raises:
-        ValueError: A value is not allowed.
+        ValueError: A value is invalid.
     """
 
     seed: int
@@ -43,7 +43,7 @@ class TFSettings(ReplicaSettings):
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """The rank of an operator among its replicas, and the objects that it works with."""
+    """An operator's settings, rank, and the synchronizer of its replica."""
 
     settings: TFSettings
     world: World
@@ -52,7 +52,7 @@ class OperatorContext:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """The arguments of `register`; empty before it is called."""
+    """The objects passed to `register`. Empty before `register` is called."""
 
     models: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
@@ -62,11 +62,11 @@ class RegisteredObjects:
 
 @dataclass(frozen=True)
 class RegisteredData:
-    """The arguments of `register_data`.
+    """The datasets passed to `register_data`.
 
     Attributes:
-        ray_loaders: Loaders of datasets that were of Ray Data, under "train" and "validation".
-        streams: Streams, under the same names.
+        ray_loaders: Loaders for datasets of Ray Data, under the keys "train" and "validation".
+        streams: Registered streams, under the same keys.
     """
 
     train_dataset: Any = None
@@ -82,11 +82,11 @@ class TFInternals(Internals):
     Attributes:
         registered: The registered models, optimizers, loss and metrics.
         data: The registered datasets.
-        train_function: The compiled `train_step`; None before it is needed.
-        test_function: The compiled `test_step`.
-        chosen_rates: The learning rates that `setup` chose for the optimizers; None for one that cannot be set.
-        num_left_out: Number of steps since the last batch for which other ranks had samples, and this one had none.
-        fit: Position of Keras's `fit`, for operators made from creator functions.
+        train_function: The compiled `train_step`, or None until it is first needed.
+        test_function: The compiled `test_step`, or None until it is first needed.
+        chosen_rates: The learning rates that `setup` chose, with None for an optimizer whose rate cannot be set.
+        num_left_out: Number of steps since the last batch in which other ranks had samples and this rank had none.
+        fit: Holds the position of Keras's `fit`, for operators created from creator functions.
     """
 
     context: OperatorContext
@@ -104,13 +104,13 @@ class TFInternals(Internals):
         self._trained: tuple[int, tuple[int, ...]] | None = None  # ids of the optimizer and the variables
 
     def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step compiled to a graph, unless the operator runs eagerly."""
+        """Compile a step to a graph, unless the operator runs eagerly."""
         import tensorflow as tf
 
         return method if self._operator.run_eagerly else tf.function(method, reduce_retracing=True)
 
     def forget_stale_steps(self) -> None:
-        """Let the steps be traced again if variables or optimizers have changed."""
+        """Discard the compiled steps if variables or optimizers have changed, so that they are traced again."""
         models = self.registered.models
         trained = [id(variable) for model in models if model.built for variable in model.trainable_variables]
         kind = (id(getattr(self._operator, "optimizer", None)), tuple(trained))
@@ -120,7 +120,7 @@ class TFInternals(Internals):
         self._trained = kind
 
     def mean_loss(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return the loss of a batch: the mean over samples, or the reduction of a Keras loss."""
+        """Return a batch's scalar loss: the mean over samples, or a Keras loss with its own reduction, scaled."""
         import tensorflow as tf
 
         losses = self.context.synchronizer.losses
@@ -129,7 +129,7 @@ class TFInternals(Internals):
         return tf.reduce_mean(loss(target, output) if weight is None else loss(target, output, weight))
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """Return the result of the stock `predict_batch`."""
+        """Implement the default `predict_batch`."""
         self.forget_stale_steps()
         if self._predict_function is None:
             model = required(self._operator, "model")
@@ -138,7 +138,7 @@ class TFInternals(Internals):
             return self._predict_function(inputs(batch, info.get(HAS_TARGET, False)))
 
     def num_samples(self, batch: Any) -> int:
-        """Return the number of samples of a batch that count."""
+        """Return how many samples of a batch count. Padding does not count."""
         known = self.context.synchronizer.step.num_samples
         return int(num_samples(batch)) if known is None else known
 
@@ -148,7 +148,7 @@ class TFInternals(Internals):
             metric.reset_state()
 
     def metric_results(self, prefix: str) -> dict[str, float]:
-        """Return the results of the registered metrics, merged over all workers."""
+        """Return the registered metrics' results, merged over all workers."""
         metrics = self.registered.metrics
         with merged(self.context.synchronizer.group, metrics):
             return {f"{prefix}{metric.name}": float(metric.result()) for metric in metrics}
@@ -159,5 +159,5 @@ class TFInternals(Internals):
 
 
 def _number(value: Any) -> Any:
-    """Return a tensor as a NumPy value."""
+    """Convert a tensor to a NumPy value."""
     return value.numpy() if hasattr(value, "numpy") else value

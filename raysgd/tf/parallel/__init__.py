@@ -1,1 +1,1 @@
-"""Keeps the copies of a model equal: gradients, metrics and variables of all workers."""
+"""Keeps replicas in sync: averages gradients, scales losses, and merges metrics and variables over all workers."""

@@ -1,4 +1,4 @@
-"""Averages the gradients of all ranks, weighted by samples, in one exchange per step."""
+"""Averages the gradients of all ranks, weighted by samples, in one all-reduce per step."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from raysgd.tf.parallel.step import Exchange, TracedStep
 from raysgd.trainer.worker.ledger import Ledger
 
 _EQUAL_WEIGHTS = 1e-6
-"""Tolerance for the sum of the ranks' weights, which is 1 in steps with as many samples as the first one."""
+"""Tolerance for the sum of the ranks' weights. The sum is 1 in steps with as many samples as the first step."""
 
 REFUSALS = (IncompatibleModelError, InvalidRegistrationError)
-"""Errors that raysgd raises in a step while it is traced."""
+"""Errors that raysgd raises while a step is traced."""
 
 _ALIGNMENT = 64
-"""Alignment of gradients in the buffer, in bytes. TensorFlow then uses them without a copy."""
+"""Alignment of gradients in the buffer, in bytes. With this alignment, TensorFlow uses them without a copy."""
 
 
 class ExchangeRecord:
-    """Counts and times the exchanges of gradients, and holds the group that they use.
+    """Counts and times the gradient all-reduces, here called exchanges, and holds the group that they use.
 
     Attributes:
-        group: The ranks; replaced when the replica joins another group.
-        before_exchange: Called before each exchange, in one of TensorFlow's threads, if it is set. An exception in it
-            ends the step before it has changed a weight.
+        group: The group of ranks. It is replaced when the replica joins another group.
+        before_exchange: If set, called before each exchange, in one of TensorFlow's threads. An exception in it ends
+            the step before any weight has changed.
         num_completed: Number of completed exchanges.
         num_per_step: Number of exchanges in a step of a watched model.
-        own_s: Seconds of the training call spent outside exchanges, up to the last one.
-        ledger: Notified when exchanges begin and end.
+        own_s: Seconds of the training call spent outside exchanges, up to the most recent exchange.
+        ledger: Notified when exchanges start and finish.
     """
 
     def __init__(self, group: Group) -> None:
@@ -46,17 +46,17 @@ class ExchangeRecord:
         self.num_per_step = 1
         self.own_s = 0.0
         self.ledger: Ledger | None = None
-        self._left_at: float | None = None  # end of the last exchange of the call
-        self._num_samples = 0.0  # of this rank, summed over all exchanges
+        self._left_at: float | None = None  # time at which the call's most recent exchange finished
+        self._num_samples = 0.0  # number of this rank's samples, summed over all exchanges
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:
-        """Reset the measurements of a call."""
+        """Reset the call's measurements."""
         self.own_s, self._num_samples = 0.0, 0.0
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure a training call, or a part of one."""
+        """Measure the block, a training call or a part of it."""
         self._left_at = time.perf_counter()
         try:
             yield
@@ -64,7 +64,7 @@ class ExchangeRecord:
             self._left_at = None
 
     def own_so_far(self) -> float:
-        """Return `own_s` plus the time since the last exchange, which shows that user code hangs."""
+        """Return `own_s` plus the time since the last exchange. It keeps growing if user code hangs."""
         own_s, left_at = self.own_s, self._left_at
         return own_s + (0.0 if left_at is None else time.perf_counter() - left_at)
 
@@ -75,7 +75,7 @@ class ExchangeRecord:
 
     @contextmanager
     def exchanging(self, num_samples: float) -> Iterator[None]:
-        """Count and time an exchange to which this rank contributes so many samples."""
+        """Count and time the block, an exchange to which this rank contributes `num_samples` samples."""
         is_measured = self._left_at is not None
         if self._left_at is not None:
             self.own_s, self._left_at = self.own_so_far(), None
@@ -88,23 +88,23 @@ class ExchangeRecord:
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:
-        """Raise the exception of an exchange itself, instead of the error that TensorFlow makes of it."""
+        """Raise an exchange's original exception instead of the error into which TensorFlow converts it."""
         self._error = None
         try:
             yield
-        except Exception as error:  # TensorFlow replaces an exception by one of several classes
+        except Exception as error:  # TensorFlow converts exceptions into errors of various classes
             cause, self._error = self._error, None
             if cause is None:
                 raise
             raise cause from error
 
     def note_error(self, error: BaseException) -> None:
-        """Remember an exception of an exchange, because TensorFlow replaces it."""
+        """Record an exchange's first exception, because TensorFlow replaces it."""
         self._error = self._error or error
 
     @contextmanager
     def noting(self, *kinds: type[BaseException]) -> Iterator[None]:
-        """Remember exceptions of these classes, because TensorFlow replaces them."""
+        """Record exceptions of these classes, because TensorFlow replaces them."""
         try:
             yield
         except kinds as error:
@@ -113,9 +113,9 @@ class ExchangeRecord:
 
 
 class GradientLayout:
-    """The positions of a step's gradients in a buffer, whose last number is the weight.
+    """Maps a step's gradients to positions in a flat buffer. The buffer's last element is the weight.
 
-    Buffers are reused once nothing refers to them.
+    Buffers are reused once nothing references them.
     """
 
     def __init__(self, gradients: Sequence[Array]) -> None:
@@ -132,11 +132,11 @@ class GradientLayout:
         self._buffers = HostBuffers()
 
     def free_buffer(self) -> Array:
-        """Return a buffer that nothing refers to."""
+        """Return a buffer that nothing references."""
         return self._buffers.take_buffer(self._num_numbers * self._dtype.itemsize).view(self._dtype)
 
     def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:
-        """Copy the gradients into the buffer, times the weight. With weight 0 even NaN gradients do not count."""
+        """Copy the gradients, multiplied by the weight, into the buffer. With weight 0, even NaN gradients become 0."""
         if not weight:
             buffer[:] = 0
             return
@@ -145,7 +145,7 @@ class GradientLayout:
         buffer[-1] = weight
 
     def split(self, buffer: Array) -> list[Array]:
-        """Return the gradients: views of the buffer, or copies if the dtype differs."""
+        """Return the gradients as views of the buffer, or as copies if the dtype differs."""
         return [
             buffer[place].reshape(shape).astype(dtype, copy=False)
             for place, shape, dtype in zip(self._slices, self._shapes, self._dtypes, strict=True)
@@ -155,15 +155,15 @@ class GradientLayout:
 class GradientAverager:
     """Averages the gradients of one optimizer.
 
-    Gradients are copied into the buffer times their weight, the buffer is summed over all ranks in place, and
-    TensorFlow uses the sums without a copy. The weight of a rank is its samples divided by those of a full step; the
-    first step is taken for a full one. The sum of the weights is exchanged too. In full steps it is 1, and no division
-    is needed.
+    Gradients are multiplied by the rank's weight and copied into a flat buffer. The buffer is all-reduced in place, and
+    TensorFlow uses the sums without a copy. A rank's weight is its number of samples divided by the number in a full
+    step. The first step is assumed to be full. The weight is all-reduced along with the gradients. In full steps, the
+    weights sum to 1, and no division is needed.
 
     Args:
-        exchanges: Has the group, and counts exchanges.
+        exchanges: Holds the group, and counts exchanges.
         traced: The current step of a Keras loop.
-        num_samples_of: See `GlobalLosses`.
+        num_samples_of: See `GlobalLosses.num_samples_of`.
     """
 
     def __init__(
@@ -174,15 +174,15 @@ class GradientAverager:
         self._layouts: dict[tuple[Any, ...], GradientLayout] = {}
 
     def forget_full_step(self) -> None:
-        """Take the next step for a full one, because the ranks of a new group have not agreed on one."""
+        """Assume that the next step is full, because the ranks of a new group have not agreed on a full step yet."""
         self._full_step = None
 
     def average(self, gradients: Sequence[Any], repeat: Exchange) -> list[Any]:
-        """Return the mean of all ranks' gradients, as tensors; None stays None.
+        """Return the mean of all ranks' gradients, as tensors. None stays None.
 
         Args:
-            gradients: The gradients of this rank.
-            repeat: Takes part in this exchange without samples, for a later step where this rank has none.
+            gradients: This rank's gradients.
+            repeat: Repeats this exchange without samples, for a later step in which this rank has no samples.
         """
         import tensorflow as tf
 
@@ -195,14 +195,14 @@ class GradientAverager:
         sent = [*dense, *sparse]
         exchange = partial(self._exchange, len(dense), repeat)
         found = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
-        received = tf.nest.flatten(found)  # eagerly, a single tensor is not in a list
+        received = tf.nest.flatten(found)  # in eager mode, a single tensor is not returned in a list
         for index, (before, after) in enumerate(zip(sent, received, strict=True)):
             after.set_shape(before.shape if index < len(dense) else [None, *before.shape[1:]])
         averages, joined = iter(received), iter(received[len(dense) :])
         return [_like(gradient, averages, joined) for gradient in gradients]
 
     def _exchange(self, num_dense: int, repeat: Exchange, count: Array, *gradients: Array) -> list[Array]:
-        """Exchange gradients whenever the graph runs, in one of TensorFlow's threads."""
+        """All-reduce the gradients whenever the graph runs, in one of TensorFlow's threads."""
         with self._exchanges.noting(BaseException):
             if self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()
@@ -227,7 +227,7 @@ class GradientAverager:
         return [*layout.split(buffer), *joined]
 
     def _joined(self, weight: float, parts: Sequence[Array]) -> list[Array]:
-        """Concatenate the rows of all ranks, as one process would have them: alternately values and indices."""
+        """Concatenate all ranks' sparse gradients, like in a single process. `parts` alternates values and indices."""
         group = self._exchanges.group
         own = [part if index % 2 else (part * weight).astype(part.dtype) for index, part in enumerate(parts)]
         counts = group.gather(np.array([len(part) for part in own], np.int64))
@@ -239,9 +239,9 @@ def _parts(gradient: Any) -> tuple[Any, Any]:
 
 
 def _like(gradient: Any, averages: Iterator[Any], joined: Iterator[Any]) -> Any:
-    """Return the average in the form of the gradient. A sparse one has the rows of all ranks, including duplicates.
+    """Return the average in the gradient's format. A sparse average has the rows of all ranks, including duplicates.
 
-    Duplicates matter: optimizers treat rows that occur twice, or not at all, in special ways.
+    Duplicates must be kept, because optimizers handle duplicate and missing rows in special ways.
     """
     import tensorflow as tf
 

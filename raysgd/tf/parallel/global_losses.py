@@ -1,15 +1,15 @@
-"""Scales the losses of each rank's share of a batch so that their average by samples is the loss of one process.
+"""Scales each rank's losses so that their sample-weighted average equals the single-process loss.
 
-Gradients and losses of the ranks are averaged by samples, which is right for a loss that is the mean over samples. A
-Keras loss shows if it is something else: by its `reduction`, the mask of its inputs, or `ignore_class`. Such a loss is
-multiplied by
+The ranks' gradients and losses are averaged by samples, which is correct for a loss that is the mean over samples. For
+a Keras loss, its `reduction`, the mask of its inputs, and `ignore_class` show whether it has another divisor. Such a
+loss is multiplied by
 
     (its divisor on this rank / on all ranks) / (samples on this rank / on all ranks)
 
-in one place: in `compute_loss` of a compiled model, or in the stock `forward` of an operator. Losses that do not show
-it, and cannot be checked, are refused.
+in a single place: `compute_loss` of a compiled model, or an operator's default `forward`. Losses whose divisor cannot
+be determined are rejected.
 
-ADR 31 says why a loss is scaled by its own attributes.
+ADR 31 explains why a loss is scaled by its own attributes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord
 from raysgd.tf.parallel.step import Exchange, TFStep, TracedStep
 
 SUM = "sum"
-"""Replaces the divisor of a loss that is a sum."""
+"""Stands for the divisor of a loss that is a sum."""
 
 _BY_WEIGHTS = "mean_with_sample_weight"
 _ONE = np.float64(1.0)
 
 
 class GlobalLosses:
-    """Scales the losses of this rank by its samples.
+    """Scales this rank's losses so that averaging by samples gives the global loss.
 
     Attributes:
-        evaluates_together: True if a Keras loop evaluates the same global batch on all ranks.
+        evaluates_together: True if a Keras loop evaluates the same global batches on all ranks.
     """
 
     def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, step: TFStep, validation_step: TFStep) -> None:
@@ -48,11 +48,11 @@ class GlobalLosses:
         self.evaluates_together = False
 
     def num_samples_of(self, counted: int, repeat: Exchange) -> float:
-        """Return the samples of our own loop, or those counted in the batch; 1 if unknown, for a plain mean.
+        """Return the step's number of samples from raysgd's loop, else from the batch. If both are unknown, return 1.
 
         Args:
-            counted: Samples counted in the batch; -1 if no Keras step is traced.
-            repeat: Takes part in this exchange without samples.
+            counted: Number of samples counted in the batch. -1 if no Keras step is traced.
+            repeat: Repeats this all-reduce without samples.
         """
         known = self._step.use(repeat) if self._exchanges.group.size > 1 else self._step.num_samples
         if known is not None:
@@ -60,7 +60,7 @@ class GlobalLosses:
         return counted if counted >= 0 else 1
 
     def compute_loss_of(self, model: Any) -> Callable[..., Any]:
-        """Return a replacement for the `compute_loss` of a model. It scales each loss through its weights."""
+        """Return a replacement for a model's `compute_loss`. It scales each loss through the sample weights."""
         inner = model.compute_loss
 
         def compute_loss(
@@ -74,7 +74,7 @@ class GlobalLosses:
         return compute_loss
 
     def _scaled_weights(self, model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """Return the weights that scale the losses of a model, and the losses that must be sums for that."""
+        """Return sample weights that scale a model's losses, and the losses that must be sums for this to work."""
         import tensorflow as tf
 
         given = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
@@ -100,7 +100,7 @@ class GlobalLosses:
         return tf.nest.pack_sequence_as(y_pred, scaled), by_weights
 
     def _scale(self, keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return the factor for a loss's weights. It also turns a mean by weights into a sum."""
+        """Return the factor for a loss's sample weights. It includes the divisor of a weighted mean."""
         import tensorflow as tf
 
         if _reduction_of(loss) == SUM:
@@ -114,10 +114,10 @@ class GlobalLosses:
         return tf.math.divide_no_nan(scale, tf.cast(divisor, scale.dtype))
 
     def mean(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return the scaled loss of a batch of an operator.
+        """Return the scaled loss of an operator's batch.
 
         Raises:
-            IncompatibleModelError: The loss is a function that returns a scalar.
+            IncompatibleModelError: The loss is a function that returns a scalar, or mixes the samples of a batch.
         """
         import tensorflow as tf
 
@@ -133,7 +133,7 @@ class GlobalLosses:
         return value if divisor is None else value * tf.cast(self.factor(divisor), value.dtype)
 
     def _refuse_over_batch(self, keras: Any, loss: Any, target: Any, output: Any) -> None:
-        """Refuse a loss without a value for each sample: before training, or in the first step that shows it."""
+        """Reject a loss without one value per sample, while tracing or in the first step that reveals it."""
         import tensorflow as tf
 
         if loss is None:
@@ -159,19 +159,19 @@ class GlobalLosses:
         tf.cond(is_uneven, lambda: tf.group(tf.numpy_function(refuse, [], [])), tf.no_op)
 
     def weighted(self, loss: Any, weight: Any) -> Any:
-        """Return a scaled loss that is the mean over `weight`."""
+        """Scale a loss that is a mean with the divisor `weight`."""
         import tensorflow as tf
 
         return loss * tf.cast(self.factor(weight), loss.dtype)
 
     def factor(self, divisor: Any) -> Any:
-        """Return the factor for a loss with this divisor, a tensor or `SUM`."""
+        """Return the scaling factor for a loss with the given divisor, a tensor or `SUM`."""
         is_sum = divisor is SUM
         self._traced.note_exchange(partial(self._compared, is_sum, 0.0))
         return self._compared(is_sum, 0.0 if is_sum else divisor)
 
     def _compared(self, is_sum: bool, divisor: Any) -> Any:
-        """Return that factor, after exchanging the divisors of all ranks."""
+        """Return the scaling factor as a tensor. Computing it all-reduces the divisors."""
         import tensorflow as tf
 
         compare = partial(self._compare, self._traced.is_test, is_sum)
@@ -181,7 +181,7 @@ class GlobalLosses:
         return factor
 
     def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
-        """Exchange divisors whenever the graph runs. The result of a rank without samples does not count."""
+        """All-reduce the divisors whenever the graph runs. The result of a rank without samples does not count."""
         if is_test and not self.evaluates_together:
             return _ONE
         with self._exchanges.noting(BaseException):
@@ -202,10 +202,10 @@ class GlobalLosses:
 
 
 def refuse_by_name(gradients: Sequence[Any]) -> None:
-    """Refuse gradients that were clipped, or whose loss was divided, by values of this rank alone.
+    """Reject gradients that were clipped by this rank's norm, or whose loss was divided by this rank's samples.
 
     Raises:
-        IncompatibleModelError: The graph that is being traced does this.
+        IncompatibleModelError: The graph being traced contains such an operation.
     """
     import tensorflow as tf
 
@@ -226,20 +226,20 @@ def refuse_by_name(gradients: Sequence[Any]) -> None:
 
 
 def _reduction_of(loss: Any) -> str | None:
-    """Return the reduction of a Keras loss; None for a function, or a name."""
+    """Return a Keras loss's reduction, or None for a function or the name of a loss."""
     reduction = getattr(loss, "reduction", None)
     return None if reduction is None and not hasattr(loss, "call") else str(reduction)
 
 
 def _ignored_by(loss: Any) -> int | None:
-    """Return the label that a Keras loss ignores, or None."""
+    """Return the class index that a Keras loss ignores, or None."""
     return loss.get_config().get("ignore_class") if hasattr(loss, "get_config") else None
 
 
 def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-    """Return the divisor of a loss, a tensor; None if it is the number of samples, or there is none.
+    """Return a loss's divisor as a tensor. Return None if the divisor is the number of samples, or there is none.
 
-    It is the value of a loss that counts: Keras masks and weights it like the loss in question.
+    The divisor is computed as the value of a loss that counts, because Keras masks and weights it like the given loss.
     """
     import tensorflow as tf
 
@@ -258,7 +258,7 @@ def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> An
 
 
 def _is_masked(keras: Any, output: Any) -> bool:
-    """Return True if Keras would mask a loss of this output. Eagerly assume so, since shapes differ between ranks."""
+    """Return True if Keras would mask a loss of this output. Assume so in eager mode, because ranks' shapes differ."""
     import tensorflow as tf
 
     ones = tf.ones([1] * max(1, (output.shape.rank or 2) - 1), output.dtype)
@@ -267,7 +267,7 @@ def _is_masked(keras: Any, output: Any) -> bool:
 
 
 def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> Any:
-    """Return a loss with these values."""
+    """Return a Keras loss whose values are computed by `values`."""
 
     class Counting(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -277,12 +277,12 @@ def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> 
 
 
 def _named(keras: Any, loss: Any) -> Any:
-    """Return the loss with this name."""
+    """Return the loss, looked up by its name if it is a string."""
     return keras.losses.get(loss) if isinstance(loss, str) else loss
 
 
 def _refuse_axes(loss: Any, output: Any) -> None:
-    """Refuse a Keras loss that mixes the samples of a batch, through its axes or by comparing them."""
+    """Reject a Keras loss that mixes the samples of a batch, by its `axis` or by comparing samples."""
     kind = _name_of(loss)
     default = None if kind.lower() in ("dice", "tversky") else -1
     axes = loss.get_config().get("axis", default) if hasattr(loss, "get_config") else default
@@ -302,14 +302,14 @@ def _without_values(loss: Any, advice: str) -> IncompatibleModelError:
 
 
 def _values_of(keras: Any, loss: Any, target: Any, output: Any) -> Any:
-    """Return the values of a user's loss before the reduction."""
+    """Return the values of a user's loss before reduction."""
     inner, found = getattr(loss, "call", loss), []
 
     def values(y_true: Any, y_pred: Any) -> Any:
         found.append(inner(y_true, y_pred))
         return found[-1]
 
-    _counting(keras, values, "none")(target, output)  # converts the arguments as Keras does
+    _counting(keras, values, "none")(target, output)  # through a Keras loss, to convert the arguments as Keras does
     return found[-1]
 
 
@@ -326,7 +326,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
-    """Return the part of `given` for each output of a model, matched as in Keras."""
+    """Return the part of `given` for each model output, matched as in Keras."""
     import tensorflow as tf
 
     num_outputs = len(tf.nest.flatten(outputs))
@@ -347,7 +347,7 @@ def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
 
 @contextmanager
 def _as_sums(losses: Sequence[Any]) -> Iterator[None]:
-    """Turn losses into sums, whose weights are already divided."""
+    """Set the losses' reduction to a sum in the block, because their weights are already divided."""
     for loss in losses:
         loss.reduction = SUM
     try:

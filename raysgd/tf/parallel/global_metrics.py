@@ -1,4 +1,4 @@
-"""Combines variables of all ranks: metrics by their `aggregation`, statistics by their mean."""
+"""Merges variables of all ranks: metrics by their `aggregation`, statistics by averaging."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
 
 
 class GlobalMetrics:
-    """Replaces the results of models by those over all ranks.
+    """Replaces models' results by results over all ranks.
 
-    Keras uses `get_metrics_result` for the results of an epoch if its names are those that the last step returned. So
-    it returns these names: a metric has its result over all ranks, any other number its mean by samples.
+    Keras uses `get_metrics_result` for an epoch's results only if it returns the same names as the last step. The
+    replacement therefore returns these names. A metric has its result over all ranks, and any other number has its
+    sample-weighted mean.
     """
 
     def __init__(self, group: Callable[[], Group], traced: TracedStep, evaluates_together: Callable[[], bool]) -> None:
         self._group, self._traced, self._evaluates_together = group, traced, evaluates_together
         self._is_merging = False
-        self._last: Any = None  # a variable: samples in the last batch of a Keras loop, and 1 if it was evaluation
+        self._last: Any = None  # variable: number of samples in a Keras loop's last batch, and 1 if in evaluation
         self._returned: dict[bool, dict[str, Any]] = {}  # by `is_test`: variables with the last returned numbers
-        self._batches: dict[bool, list[Array]] = {}  # by `is_test`: samples of each batch, and the means after it
+        self._batches: dict[bool, list[Array]] = {}  # by `is_test`: each batch's size, and the mean metrics after it
 
     def note_batch(self, count: Any) -> None:
-        """Note the number of samples in the batch of the step that is traced."""
+        """Record the number of samples in the batch of the step being traced."""
         import tensorflow as tf
 
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """Note the numbers that the user's step returned."""
+        """Record the numbers that the user's step returned."""
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -49,7 +50,7 @@ class GlobalMetrics:
         self._returned[is_test] = {**dict.fromkeys(numbers), **noted} if is_known else {}
 
     def note_means(self, model: Any, count: Any) -> None:
-        """Note a model's mean metrics after a step, because some of them may weight by batches instead of samples."""
+        """Record a model's mean metrics after a step. Some of them may weight all batches equally, not by samples."""
         import tensorflow as tf
 
         means = _means_of(model)
@@ -60,19 +61,19 @@ class GlobalMetrics:
             tf.numpy_function(note, [values], [])
 
     def _note_batch(self, is_test: bool, values: Array) -> None:
-        """Store a batch whenever the graph runs."""
+        """Store a batch's values whenever the graph runs."""
         batches = self._batches.setdefault(is_test, [])
-        if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():  # the metrics were reset
+        if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():  # the metrics were reset in between
             batches.clear()
         batches.append(values)
 
     def _set_means_of_batches(self, model: Any, is_test: bool) -> None:
-        """Set means that count each batch as one to the values of one process with the global batches."""
+        """Set means that weight all batches equally to the values that a single process would compute."""
         means, group, batches = _means_of(model), self._group(), self._batches.pop(is_test, [])
         if group.size == 1 or not means or (is_test and not self._evaluates_together()):
             return
         own = np.zeros([int(group.largest(float(len(batches)))), 1 + 2 * len(means)])
-        if batches:  # this rank may have stepped in later, and have only the last ones
+        if batches:  # align at the end, because a rank that stepped in later has only the last batches
             own[-len(batches) :] = np.diff(batches, axis=0, prepend=0.0)
             own[-len(batches) :, 0] = [each[0] for each in batches]
         numbers, totals, counts = own[:, :1], own[:, 1::2], own[:, 2::2]
@@ -87,7 +88,7 @@ class GlobalMetrics:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Replace the results of watched models by those over all ranks whenever an epoch ends."""
+        """Inside the block, replace watched models' results at the end of each epoch by results over all ranks."""
         self._is_merging = True
         try:
             yield
@@ -95,7 +96,7 @@ class GlobalMetrics:
             self._is_merging = False
 
     def results_of(self, model: Any) -> Any:
-        """Return a replacement for the `get_metrics_result` of a model."""
+        """Return a replacement for a model's `get_metrics_result`."""
         inner = model.get_metrics_result
 
         def get_metrics_result() -> Any:
@@ -114,7 +115,7 @@ class GlobalMetrics:
         return get_metrics_result
 
     def _as_returned(self, known: Mapping[str, Any], results: Any, has_seen: Mapping[str, bool]) -> Any:
-        """Return the results under the names that the user's last step returned, or unchanged after a step of Keras."""
+        """Return the results under the names that the user's last step returned. After a Keras step, change nothing."""
         count, is_test = (0, 0) if self._last is None else self._last.numpy()
         returned = self._returned.get(bool(is_test))
         if not returned:
@@ -132,7 +133,7 @@ class GlobalMetrics:
 
 
 def _means_of(model: Any) -> list[Any]:
-    """Return the metrics of a model that may count each batch as one: losses of single outputs, and functions."""
+    """Return a model's metrics that may weight all batches equally: losses of single outputs, and functions."""
     metrics: Any = registration.keras_of(model).metrics
     found = [inner for metric in model.metrics for inner in getattr(metric, "metrics", None) or [metric]]
     return [one for one in found if type(one) in (metrics.Mean, metrics.MeanMetricWrapper) and one.name != "loss"]
@@ -140,7 +141,7 @@ def _means_of(model: Any) -> list[Any]:
 
 @contextmanager
 def merged(group: Group, metrics: Sequence[Any]) -> Iterator[None]:
-    """Set the variables of metrics to those of all ranks, by their `aggregation`, and restore them afterwards."""
+    """Merge the metrics' variables over all ranks by their `aggregation`. Restore them after the block."""
     variables = [] if group.size == 1 else _variables_of(metrics)
     if not variables:
         yield
@@ -157,10 +158,10 @@ def merged(group: Group, metrics: Sequence[Any]) -> Iterator[None]:
 
 
 def check_aggregation(metrics: Sequence[Any]) -> None:
-    """Check that the variables of metrics have an aggregation, so that those of several workers can be merged.
+    """Check that all variables of the metrics have an aggregation, so that they can be merged over workers.
 
     Raises:
-        IncompatibleModelError: A variable has none.
+        IncompatibleModelError: A variable has no aggregation.
     """
     for metric in metrics:
         for variable in metric.variables:
@@ -175,14 +176,14 @@ def check_aggregation(metrics: Sequence[Any]) -> None:
 
 
 def merge_statistics(group: Group, models: Sequence[Any]) -> None:
-    """Average variables that change in training without a gradient, such as BatchNorm's moving averages."""
+    """Average variables over all ranks that training changes without a gradient, such as BatchNorm's statistics."""
     variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
     if group.size > 1 and variables:
         _assign_sums(group, variables, _values(variables), [1.0 / group.size] * len(variables))
 
 
 def share_first(group: Group, variables: Sequence[Any]) -> None:
-    """Copy rank 0's values to all ranks."""
+    """Broadcast rank 0's values of the variables."""
     if group.size == 1:
         return
     for variable in variables:
@@ -195,13 +196,13 @@ def share_first(group: Group, variables: Sequence[Any]) -> None:
 
 
 def _aggregation_of(variable: Any) -> str:
-    """Return the aggregation of a variable in lower case. Keras 3 stores it as a string, TensorFlow as an enum."""
+    """Return a variable's aggregation in lower case. Keras 3 stores it as a string, TensorFlow as an enum."""
     aggregation = getattr(variable, "aggregation", None)
     return str(getattr(aggregation, "name", aggregation)).lower()
 
 
 def _assigned(variable: Any, value: Any) -> Any:
-    """Assign a value to the variable, creating it if there is none of this shape, and return it."""
+    """Assign a value to the variable and return it. Create a new variable if it is None or has another shape."""
     import tensorflow as tf
 
     if variable is None or variable.shape != value.shape:
@@ -212,7 +213,7 @@ def _assigned(variable: Any, value: Any) -> Any:
 
 
 def _variables_of(metrics: Sequence[Any]) -> list[Any]:
-    """Return the variables of metrics, each once."""
+    """Return the metrics' variables without duplicates."""
     return list({id(variable): variable for metric in metrics for variable in metric.variables}.values())
 
 
@@ -221,7 +222,7 @@ def _values(variables: Sequence[Any]) -> list[Array]:
 
 
 def _assign_sums(group: Group, variables: Sequence[Any], own: Sequence[Array], shares: Sequence[float]) -> None:
-    """Assign to each variable the sum over all ranks of its value times `shares`."""
+    """Assign to each variable the sum over all ranks of its value multiplied by its share."""
     flat = np.concatenate([array.reshape(-1) * np.float64(share) for array, share in zip(own, shares, strict=True)])
     group.add_up(flat)
     start = 0
@@ -236,4 +237,4 @@ def _is_set(variable: Any) -> bool:
 
 
 def _is_float(variable: Any) -> bool:
-    return np.asarray(variable.numpy()).dtype.kind in "fV"  # V: bfloat16, which is no NumPy float
+    return np.asarray(variable.numpy()).dtype.kind in "fV"  # V is bfloat16, which is not a built-in NumPy dtype

@@ -1,13 +1,13 @@
-"""Keeps replicas of Keras models equal: averages gradients around the optimizer, and merges metrics.
+"""Keeps replicas of Keras models in sync: averages gradients in front of the optimizer, and merges metrics.
 
-Each process has its own model and no strategy. A watched optimizer averages the gradients of all ranks before it uses
-them: one exchange per step, in one flat buffer. This works for Keras 3 and tf_keras, for `fit`, `train_on_batch` and
-loops with a `GradientTape`, in graphs and eagerly.
+Each process has its own model and no TensorFlow strategy. A watched optimizer averages the gradients of all ranks
+before it applies them, with one all-reduce of a flat buffer per step. This works for Keras 3 and tf_keras, for `fit`,
+`train_on_batch` and loops with a `GradientTape`, in graph and eager mode.
 
-The average is weighted by samples. So a step of N replicas equals the step of one process on the global batch, however
-unevenly samples are divided. A rank without samples takes part with weight 0, without running user code.
+The average is weighted by samples. A step of N replicas therefore equals a single-process step on the global batch,
+however unevenly the samples are sharded. A rank without samples takes part with weight 0, without running user code.
 
-ADR 31 says why gradients are averaged around the optimizer instance.
+ADR 31 explains why gradients are averaged in the optimizer instance.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from raysgd.tf.parallel.step import TFStep, TracedStep, applying_zeros, repeat_w
 
 
 class Synchronizer:
-    """Watches optimizers and models of one replica.
+    """Watches one replica's optimizers and models: replaces methods so that they work together with other ranks.
 
     Args:
         world: The rank and the number of ranks.
-        num_workers: The intended number of replicas: others may join one that is alone.
-        counts_steps: True to watch models and optimizers even if the replica stays alone.
+        num_workers: The intended number of replicas. If it is larger than 1, others may join a single replica.
+        counts_steps: Whether to watch models and optimizers even if there will never be other replicas.
 
     Attributes:
-        step: The current training step, if our own loop draws the batches.
-        validation_step: The current validation step. Each rank goes through its batches independently.
-        exchanges: Counts and times the exchanges of gradients.
-        losses: Scales losses that are not means over samples; None if the replica stays alone.
-        watches: False if the replica stays alone, so that its models are left unchanged.
+        step: The current training step, if raysgd's own loop draws the batches.
+        validation_step: The current validation step. Each rank iterates over its batches independently.
+        exchanges: Counts and times the gradient all-reduces.
+        losses: Scales losses that are not means over samples. None if there will never be other replicas.
+        watches: False if models and optimizers are left unchanged, because there will never be other replicas.
     """
 
     losses: GlobalLosses | None = None
@@ -57,24 +57,24 @@ class Synchronizer:
         self._traced = traced = TracedStep()
         self._losses = GlobalLosses(self.exchanges, traced, self.step, self.validation_step)
         self.losses = self._losses if is_one_of_many else None
-        self._registered: Callable[[], Sequence[Any]] | None = None  # returns the models; None refuses no optimizer
+        self._registered: Callable[[], Sequence[Any]] | None = None  # returns the models; None accepts all optimizers
         self._averagers: list[GradientAverager] = []
         self._metrics = GlobalMetrics(lambda: self.group, traced, lambda: self._losses.evaluates_together)
 
     @property
     def group(self) -> Group:
-        """The ranks that exchange gradients."""
+        """The group of ranks that all-reduce gradients."""
         return self.exchanges.group
 
     def regroup(self, world: World) -> None:
-        """Continue in another group, which all its ranks have joined. Watched objects stay watched."""
+        """Switch to another group, which all its ranks have already joined. Watched objects stay watched."""
         self.exchanges.group = group_of(world)
         if self.watches:
             for averager in self._averagers:
                 averager.forget_full_step()
 
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
-        """From now on, refuse optimizers that train variables of other models than the registered ones."""
+        """From now on, reject optimizers that train variables outside the registered models."""
         self._registered = registered
 
     def watch(self, optimizer: Any) -> None:
@@ -87,14 +87,14 @@ class Synchronizer:
         wrapper = self._apply if name == "apply" else self._apply_gradients
         self._averagers.append(GradientAverager(self.exchanges, self._traced, self._losses.num_samples_of))
         wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
-        # Replaced on the instance: its class, which a saved model names, stays unchanged.
+        # Replace the method on the instance. A saved model refers to the class, which must stay unchanged.
         registration.replace_method(optimizer, name, tf.autograph.experimental.do_not_convert(wrapped))
 
     def require_watched(self, optimizer: Any) -> None:
-        """Refuse an optimizer that would step with the gradients of this rank alone.
+        """Check that an optimizer averages gradients over all ranks.
 
         Raises:
-            InvalidRegistrationError: It was not registered.
+            InvalidRegistrationError: The optimizer was not registered.
         """
         if not self.watches or registration.is_replaced(optimizer, _name_of_apply(optimizer)):
             return
@@ -106,7 +106,7 @@ class Synchronizer:
             )
 
     def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Refuse to train variables outside the registered models: they would not be saved or sent to new workers."""
+        """Reject variables outside the registered models, because they would not be saved or sent to new workers."""
         if self.exchanges.group.size == 1 or self._registered is None:
             return
         strangers = registration.variables_outside(self._registered(), variables)
@@ -118,7 +118,7 @@ class Synchronizer:
             )
 
     def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for `apply` of a Keras 3 optimizer."""
+        """Return a replacement for a Keras 3 optimizer's `apply`."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             import tensorflow as tf
@@ -127,7 +127,7 @@ class Synchronizer:
             if trainable_variables is None:
                 require_names(optimizer, "_trainable_variables")
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-            with tf.init_scope():  # variables created in a branch of a graph would have no value
+            with tf.init_scope():  # variables created in a branch of a graph would not be initialized
                 registration.build_optimizer(optimizer, variables)
             averaged = self._averaged(optimizer, variables, gradients, averager)
             with _after(averaged):
@@ -136,7 +136,7 @@ class Synchronizer:
         return apply
 
     def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for `apply_gradients` of a tf_keras optimizer."""
+        """Return a replacement for a tf_keras optimizer's `apply_gradients`."""
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
@@ -150,7 +150,7 @@ class Synchronizer:
     def _averaged(
         self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
     ) -> list[Any]:
-        """Return the average of all ranks' gradients, and note this exchange in the traced step."""
+        """Return the average of all ranks' gradients, and record this all-reduce in the traced step."""
         with self.exchanges.noting(*REFUSALS):
             self._refuse_strangers(optimizer, variables)
             if self.losses is not None:
@@ -160,14 +160,14 @@ class Synchronizer:
         return averager.average(gradients, repeat)
 
     def watch_model(self, model: Any) -> None:
-        """Make a compiled model train and evaluate together with those of the other ranks.
+        """Make a compiled model train and evaluate together with the other ranks' models.
 
-        Args:
-            model: The model. The optimizers among its attributes are watched, its `train_step` counts the samples of a
-                batch, its losses are scaled, and its metrics are merged when an epoch or an evaluation ends.
+        This watches all optimizers in the model's attributes, counts the samples of each batch, scales the losses, and
+        merges the metrics when an epoch or an evaluation ends.
 
         Raises:
-            IncompatibleModelError: It is compiled with XLA, which cannot call Python; or a metric cannot be merged.
+            IncompatibleModelError: The model is compiled with XLA, which cannot call Python, or a metric cannot be
+                merged.
         """
         if not self.watches:
             return
@@ -189,7 +189,7 @@ class Synchronizer:
             registration.replace_method(model, name, function)
 
     def _training_step(self, model: Any) -> Callable[[Any], Any]:
-        """Return the `train_step` of a model. It raises if the model would train without the other ranks."""
+        """Wrap a model's `train_step` so that it raises an error if it does not average gradients over the ranks."""
         inner = model.train_step
 
         def train_step(data: Any) -> Any:
@@ -206,15 +206,16 @@ class Synchronizer:
         return train_step
 
     def _step_function(self, model: Any, step_of_user: Callable[[Any], Any], is_test: bool = False) -> Any:
-        """Return a step of a model that also counts samples, and repeats the usual exchanges if it has none."""
-        usual_step: tuple[Sequence[Any], Any] = (), None  # its exchanges and its result
+        """Wrap a model's step so that it counts samples and, on an empty batch, only repeats the usual all-reduces."""
+        usual_step: tuple[Sequence[Any], Any] = (), None  # all-reduces and result of a step on a non-empty batch
         is_own = not registration.is_stock(type(model).test_step if is_test else type(model).train_step)
 
         def inner(data: Any) -> Any:
             result = step_of_user(data)
             if is_own:
                 self._metrics.note_returned(result)
-            # Set while a step is traced. An evaluation has no exchange of gradients, and keeps the number.
+            # This is set while a step is traced. An evaluation step does not all-reduce gradients, and keeps the
+            # number.
             self.exchanges.num_per_step = self._traced.num_applied or self.exchanges.num_per_step
             return result
 
@@ -245,25 +246,25 @@ class Synchronizer:
         return step
 
     def take_part(self, train_step: Callable[[Any], Any], batch: Any) -> None:
-        """Take part without samples in the exchanges of this rank's last batch, or of a step on this batch."""
+        """Repeat the all-reduces of this rank's last step without samples. If there was none, trace one on `batch`."""
         import tensorflow as tf
 
         repeats = self.step.usual
         if not repeats:
             with self._traced.tracing(0, is_test=False):
-                tf.function(train_step).get_concrete_function(batch)  # traced without running
+                tf.function(train_step).get_concrete_function(batch)  # traces the step without running it
                 repeats = list(self._traced.exchanges)
         for repeat in repeats:
             repeat()
         self.step.skip()
 
     def merging_metrics(self) -> AbstractContextManager[None]:
-        """Merge the results of watched models over all ranks whenever an epoch ends."""
+        """Inside the block, merge watched models' results over all ranks at the end of each epoch."""
         return self._metrics.merging() if self.watches else nullcontext()
 
     @contextmanager
     def fitting(self, before_exchange: Callable[[], None]) -> Iterator[None]:
-        """Train with a Keras loop, and call `before_exchange` before each exchange of gradients."""
+        """Inside the block, call `before_exchange` before each gradient all-reduce of a Keras loop."""
         self.exchanges.before_exchange = before_exchange
         try:
             yield
@@ -272,7 +273,7 @@ class Synchronizer:
 
     @contextmanager
     def evaluating(self, together: bool) -> Iterator[None]:
-        """Evaluate with a Keras loop: all ranks the same global batches if `together`, else each its own."""
+        """Declare whether a Keras loop in the block evaluates the same global batches on all ranks (`together`)."""
         self._losses.evaluates_together = together
         try:
             yield
@@ -281,10 +282,10 @@ class Synchronizer:
 
 
 def refuse_xla(model: Any) -> None:
-    """Refuse a model compiled with `jit_compile=True`: XLA cannot call Python. "auto" is allowed.
+    """Reject a model compiled with `jit_compile=True`, because XLA cannot call Python. "auto" is allowed.
 
     Raises:
-        IncompatibleModelError: The model was compiled in this way.
+        IncompatibleModelError: The model is compiled with `jit_compile=True`.
     """
     asked = getattr(model, "_compile_config", None)
     config = getattr(asked, "config", None) or {}
@@ -296,12 +297,12 @@ def refuse_xla(model: Any) -> None:
 
 
 def _name_of_apply(optimizer: Any) -> str:
-    """Return the name of the method that applies gradients in Keras 3 or tf_keras."""
+    """Return the name of the optimizer's method that applies gradients. It differs between Keras 3 and tf_keras."""
     return "apply" if hasattr(optimizer, "apply") else "apply_gradients"
 
 
 def _after(averaged: Sequence[Any]) -> Any:
-    """Return a context that waits for the exchange: a step whose exchange fails must not even count itself."""
+    """Return a context whose operations wait for the all-reduce. If it fails, not even the step counter may change."""
     import tensorflow as tf
 
     first = next((gradient for gradient in averaged if gradient is not None), None)
@@ -311,7 +312,7 @@ def _after(averaged: Sequence[Any]) -> Any:
 def _has_variables_to_train(model: Any) -> bool:
     try:
         return bool(model.trainable_variables)
-    except ValueError:  # from tf_keras, for a model that is used without being built
+    except ValueError:  # raised by tf_keras for a model that is used without being built
         return any(layer.trainable_variables for layer in model.layers)
 
 

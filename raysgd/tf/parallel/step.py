@@ -1,4 +1,4 @@
-"""The step of a replica: for the current batch of our own loop, or a step of a Keras loop that is traced."""
+"""A replica's current step: in raysgd's own loop, or being traced in a Keras loop."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from raysgd.exceptions import IncompatibleModelError
 
 Exchange = Callable[[], object]
-"""Takes part, without samples, in an exchange of a step."""
+"""Repeats one of a step's all-reduces without contributing samples."""
 
 
 @dataclass
 class TFStep:
-    """The current step of a replica if our own loop draws the batches.
+    """A replica's current step if raysgd's own loop draws the batches.
 
     Attributes:
-        num_samples: This rank's samples in the step, 0 for none; None if Keras's loop draws the batches, whose size
-            then counts.
-        num_global: Samples of all ranks in the step; 0 if unknown.
-        weights: Sums of the sample weights, of this rank and of all ranks; 0 if there are none.
-        began_at: Time at which drawing the batch began.
-        usual: The exchanges of the last batch that had any, each to be repeated without samples.
+        num_samples: Number of this rank's samples in the step. None if Keras's loop draws the batches; the size of the
+            batch is used then.
+        num_global: Number of samples of all ranks in the step, or 0 if unknown.
+        weights: Sums of the sample weights of this rank and of all ranks. 0 without sample weights.
+        began_at: Time at which the loop started to draw the batch.
+        usual: The all-reduces of the last step that had any, for repeating them without samples.
     """
 
     num_samples: int | None = None
@@ -38,7 +38,7 @@ class TFStep:
     _is_last_waiting: bool = False
 
     def begin_batch(self, num_samples: int, num_global: int, weights: tuple[float, float]) -> None:
-        """Begin a batch that is about to be yielded."""
+        """Start the step of a batch that is about to be yielded."""
         self.num_samples, self.num_global, self.weights = num_samples, num_global, weights
         if self._exchanged:
             self.usual, self._exchanged = self._exchanged, []
@@ -46,7 +46,7 @@ class TFStep:
         self._is_last_waiting = True
 
     def confirm(self) -> None:
-        """End the step. Batches that were not trained on stay open."""
+        """End the step. Batches that were drawn but not trained on stay open."""
         if not self._waiting:
             self.num_samples = None
 
@@ -54,14 +54,18 @@ class TFStep:
         """Do nothing at the end of the batches."""
 
     def forget(self) -> None:
-        """End a call: what user code does between two calls is no step over the data."""
+        """End a call. Steps that user code takes between two calls do not count as steps on the data."""
         self.num_samples, self._waiting, self._is_last_waiting = None, [], False
 
     def use(self, exchange: Exchange | None = None) -> int | None:
-        """Note that a batch is trained on, and how to repeat that. Return this rank's samples in it.
+        """Record that user code trains on the batch. Return this rank's number of samples in the batch.
+
+        Args:
+            exchange: Repeats the step's all-reduce without samples.
 
         Raises:
-            RuntimeError: Several batches with different numbers of samples are open, so the batch is unknown.
+            RuntimeError: Several batches with different numbers of samples are open, so it is unknown which batch user
+                code trains on.
         """
         if len(set(self._waiting)) > 1:
             counts = ", ".join(str(own) for own, _ in self._waiting)
@@ -76,13 +80,13 @@ class TFStep:
         return self.num_samples
 
     def skip(self) -> None:
-        """Note that the last batch is not trained on. Further calls do nothing."""
+        """Close the last batch: it has been trained on, or will not be. Further calls do nothing."""
         if self._is_last_waiting:
             self._waiting.pop()
             self._is_last_waiting = False
 
     def factor(self, divisor: float | None) -> float:
-        """Return the factor for a loss from the counts of the batch; 1 if they are unknown."""
+        """Compute the factor for a loss from the batch's counts. Return 1 if they are unknown."""
         own, joint = self.weights
         if not self.num_samples or not self.num_global:
             return 1.0
@@ -94,7 +98,7 @@ class TFStep:
 
     @property
     def batch(self) -> TFStep:
-        """The current batch, which is the step itself; see `PlaceInStep`."""
+        """The current batch. Each step has one batch, so this is the step itself; see `PlaceInStep`."""
         return self
 
     @property
@@ -104,7 +108,7 @@ class TFStep:
 
 
 def applying_zeros(optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchange:
-    """Return a function that lets an optimizer apply zeros instead of the gradients of a step."""
+    """Return a function that makes an optimizer apply zeros in place of a step's gradients."""
     makers = [_zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
 
     def apply() -> None:
@@ -117,10 +121,10 @@ class TracedStep:
     """The step of a Keras loop that is being traced, or that runs eagerly.
 
     Attributes:
-        num_samples: Samples in its batch, a tensor of the graph; None if no such step is being traced.
-        exchanges: Its exchanges so far.
-        num_applied: Number of these that applied gradients.
-        is_test: True in a step of evaluation.
+        num_samples: Number of samples in the step's batch, as a tensor of the graph. None if no step is being traced.
+        exchanges: The step's all-reduces so far.
+        num_applied: Number of all-reduces whose gradients were applied.
+        is_test: True in an evaluation step.
     """
 
     def __init__(self) -> None:
@@ -131,7 +135,7 @@ class TracedStep:
 
     @contextmanager
     def tracing(self, num_samples: Any, is_test: bool) -> Iterator[None]:
-        """Trace a step on a batch of so many samples."""
+        """Trace the block as a step on a batch with `num_samples` samples."""
         self.num_samples, self.exchanges, self.num_applied, self.is_test = num_samples, [], 0, is_test
         try:
             yield
@@ -139,24 +143,24 @@ class TracedStep:
             self.num_samples, self.exchanges, self.num_applied, self.is_test = None, [], 0, False
 
     def note_exchange(self, exchange: Exchange, is_applied: bool = False) -> None:
-        """Note an exchange. Only ranks whose batches Keras draws may have to repeat it."""
+        """Record an all-reduce of the step being traced. Do nothing if no step is being traced."""
         if self.num_samples is not None:
             self.exchanges.append(exchange)
             self.num_applied += is_applied
 
     def num_samples_or_unknown(self) -> Any:
-        """Return the number of samples as a tensor; -1 if no step is being traced."""
+        """Return the number of samples as a tensor, or -1 if no step is being traced."""
         import tensorflow as tf
 
         return tf.constant(-1, tf.int64) if self.num_samples is None else tf.cast(self.num_samples, tf.int64)
 
 
 def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
-    """Run a step without samples: repeat the exchanges and updates of the usual one with zero gradients.
+    """Run a step without samples: repeat the all-reduces and updates of the usual step with zero gradients.
 
     Args:
-        exchanges: The exchanges of the usual step.
-        result: Its result; None if there was no usual step.
+        exchanges: The all-reduces of the usual step.
+        result: Result of the usual step, or None if there was no usual step.
 
     Raises:
         IncompatibleModelError: There was no usual step.
@@ -173,9 +177,10 @@ def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
 
 
 def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
-    """Return a function that makes a zero gradient of the same type, because another graph may need it later.
+    """Return a function that creates a zero gradient of the same type.
 
-    It has the shape of the variable, because the shape of the gradient may be unknown in a graph.
+    This is a function because a tensor cannot be used in another graph later. The zero gradient has the shape of the
+    variable, because the shape of the gradient may be unknown in a graph.
     """
     import tensorflow as tf
 

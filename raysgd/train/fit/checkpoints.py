@@ -57,6 +57,12 @@ class FitCheckpoints(CheckpointTaker):
         self._preprocessor = preprocessor
         self._on_attempt = on_attempt
         self.landing: Landing | None = None
+        self._newest = begin_from
+
+    def keep_newest(self) -> str | None:
+        """Wait for the newest checkpoint, and return its place. The recorder keeps the newest one in any case."""
+        self.flush()
+        return place_of(self._newest)
 
     def begin_attempt(self) -> None:
         """Remove what the last attempt stored only partly, and announce another one."""
@@ -82,8 +88,9 @@ class FitCheckpoints(CheckpointTaker):
         self.landing = landing
         if receive is None:
             committed = self._commit(index)
+            self._newest = checkpoint_at(committed)
             self._note_landing(committed)
-            landing.set_result(checkpoint_at(committed))
+            landing.set_result(self._newest)
         else:
             keep, lose = partial(self._keep, index, landing), partial(landing.set_result, None)
             self._receive(index, receive, keep, lose)
@@ -118,8 +125,15 @@ class FitCheckpoints(CheckpointTaker):
             staged = self._folder.staged(checkpoint_name(index))
             _write_dict(content, staged)
             checkpoint = checkpoint_at(self._commit(index, own))
+        self._newest = checkpoint
         self._note_landing(content)
         landing.set_result(checkpoint)
+
+
+def place_of(checkpoint: Checkpoint | None) -> str | None:
+    """Return the path or URI of a checkpoint; None if there is none, or it is in memory."""
+    uri = None if checkpoint is None else checkpoint.uri
+    return checkpoint.path if checkpoint is not None and uri is not None and uri.startswith("file://") else uri
 
 
 def _write_dict(content: dict[str, Any], staged: Folder) -> None:

@@ -30,11 +30,12 @@ from raysgd.train._function_run import FunctionRun
 from raysgd.train.backend import BackendConfig
 from raysgd.train.constants import TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, env_integer
 from raysgd.train.executor import BackendExecutor, ExecutorRules
-from raysgd.train.fit.checkpoints import FitCheckpoints, Landing
+from raysgd.train.fit.checkpoints import FitCheckpoints, Landing, place_of
 from raysgd.train.fit.data import DatasetShards
 from raysgd.train.fit.fit_session import FitSession
 from raysgd.train.fit.recorder import Recorder, number_of
 from raysgd.trainer.configuration.placement import Placement
+from raysgd.trainer.driver.leaving import Leaving
 
 if TYPE_CHECKING:
     from raysgd.air.result import Result
@@ -71,6 +72,7 @@ class FitJob:
         begin_from: The checkpoint that the function starts from.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.
         aborts: Functions that end the run from another thread, once it runs.
+        leaving: Knows about a signal that ends the program.
     """
 
     folder: TrialFolder
@@ -80,12 +82,14 @@ class FitJob:
     begin_from: Checkpoint | None
     num_ahead: int = 64
     aborts: list[Callable[[], None]] = field(default_factory=list)
+    leaving: Leaving = field(default_factory=Leaving)
 
     def run(self, train: Callable[[], None]) -> Result:
         """Call `train`, which runs the function, and complete the record.
 
         Raises:
             TrainingFailedError: `train` failed. The error is also an instance of the class that `train` raised.
+            Preempted: A signal came.
         """
         try:
             train()
@@ -95,7 +99,10 @@ class FitJob:
                 raise
             failed = training_failed_error(error, self._advice, _tune_error())
             raise failed from failed.__cause__ if isinstance(error, WorkerError) else error.__cause__
-        return self.recorder.end_run()
+        result = self.recorder.end_run()
+        if self.leaving.is_due():  # the run has ended well, and the program ends too
+            self.leaving.end_program(place_of(result.checkpoint))
+        return result
 
     @property
     def next_index(self) -> int:
@@ -169,7 +176,7 @@ class FitRun:
     ) -> None:
         self._function, self._own_resources = function, scaling.trainer_resources
         self._shards = DatasetShards(datasets, dataset_config) if datasets else None
-        self._facts, self._recorder = job.facts, job.recorder
+        self._facts, self._recorder, self._leaving = job.facts, job.recorder, job.leaving
         self._checkpoints = FitCheckpoints(
             job.facts.folder if job.facts.keeps_files else None,
             job.next_index,
@@ -203,10 +210,14 @@ class FitRun:
             WorkerError: The function raised too often. The error is also an instance of the class that it raised.
             WorkersLostError: Workers were lost too often.
             StepMismatchError: The workers did not report equally often.
+            Preempted: A signal came, and the next checkpoint of the functions is kept.
         """
         try:
-            while self.step():
-                pass
+            if self._run is None:
+                self._start_workers()
+            with self._executor.listening(self._leaving):
+                while self.step():
+                    pass
         except StopConditionMet:
             logger.info("the stop condition of the run is met")
             self._too_late, self._reports = self._reports, deque()
@@ -251,10 +262,14 @@ class FitRun:
                     (self._facts.folder / PurePosixPath(checkpoint.path).name).delete()
         self._too_late.clear()
 
+    def _start_workers(self) -> None:
+        self._reserve_own_room()
+        self._executor.start()
+
     def _running(self) -> FunctionRun:
         if self._run is None:
-            self._reserve_own_room()
-            self._executor.start()
+            if not self._executor.is_started:
+                self._start_workers()
             events = self._executor.history.events
             self._recorder.watch(lambda: events)
             self._run = self._executor.launch(
@@ -262,6 +277,7 @@ class FitRun:
                 self._shards,
                 partial(FitSession, facts=self._facts),
                 on_wait=self._hand_over,
+                leaving=self._leaving,
             )
         return self._run
 

@@ -25,7 +25,15 @@ from raysgd.core.engine.worker import is_sendable
 from raysgd.core.files import check_path, make_folder
 from raysgd.core.history.history import CallRecord, History, RecordBeside
 from raysgd.core.text.log_lines import Once
-from raysgd.exceptions import InvalidCountError, NoDataError, OnFailure, RaySGDError, UnpicklableError, WorkersLostError
+from raysgd.exceptions import (
+    CallbackError,
+    InvalidCountError,
+    NoDataError,
+    OnFailure,
+    RaySGDError,
+    UnpicklableError,
+    WorkersLostError,
+)
 from raysgd.storage import files
 from raysgd.trainer.driver.calls import EpochCalls, EpochLeft, Listener, StepListener, asked
 from raysgd.trainer.driver.leaving import Leaving
@@ -269,7 +277,7 @@ class FitRun:
 
     @hides_library_frames
     def _epochs(self) -> Iterator[dict[str, Any]]:
-        with self._leaving.listening(), self._ending_afterwards(), self._in_workers():
+        with self._leaving.listening(self._expect_end), self._ending_afterwards(), self._in_workers():
             self._resume()
             is_asked = self._options.validate == ASYNC
             self._run.validates_beside = is_asked and self._validates and self._trainer.validates_beside()
@@ -278,7 +286,7 @@ class FitRun:
                 self._note_progress()
                 try:
                     while self._run.epoch < self._last_epoch and not (self._run.is_stopping or self._leaves()):
-                        row = self._epoch()
+                        row = self._epoch_unless_lost()
                         if row is not None:
                             yield row
                 except GeneratorExit:
@@ -292,9 +300,11 @@ class FitRun:
 
     def _leaves(self) -> bool:
         """Return True if the run must stop early. Called now and then, also during an epoch."""
-        if self._leaving.signal is not None:
-            self._trainer.calls.controller.is_ending = True
         return self._leaving.is_due()
+
+    def _expect_end(self) -> None:
+        """Let the controller replace no lost workers any more. Called in the handler of a signal."""
+        self._trainer.calls.controller.is_ending = True
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
@@ -328,8 +338,7 @@ class FitRun:
         if is_of_time:
             run.stop(leaving.reason)
             return
-        leaving.call_former_handler()
-        raise leaving.error(self._newest)
+        leaving.end_program(self._newest)
 
     def _finds_snapshot(self) -> bool:
         """Return True if the driver holds a state newer than the last file. Called after workers were lost."""
@@ -340,7 +349,8 @@ class FitRun:
         if progress is not None:
             self._begun = BegunEpoch.of(progress, global_step=global_step)
             num_epochs -= self._begun.is_exhausted
-        return num_epochs == self._run.epoch and (progress is not None or self._newest is None)
+        place = num_epochs, 0 if self._begun is None else self._begun.num_steps
+        return num_epochs == self._run.epoch and (self._newest is None or place > place_of(self._newest))
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
@@ -382,6 +392,17 @@ class FitRun:
     def _last_epoch(self) -> int:
         assert self._run.epochs is not None
         return self._run.epochs
+
+    def _epoch_unless_lost(self) -> dict[str, Any] | None:
+        """Train an epoch. Return None also if all workers were lost behind it, and a signal ends the program."""
+        try:
+            return self._epoch()
+        except (WorkersLostError, CallbackError) as error:
+            lost = error.__cause__ if isinstance(error, CallbackError) else error  # the callback may have saved
+            if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
+                raise
+            self._is_lost, self._begun = True, None
+            return None
 
     def _epoch(self) -> dict[str, Any] | None:
         """Train an epoch. Return its row, or None if the run stopped before the end of the epoch."""

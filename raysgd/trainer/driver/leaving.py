@@ -1,4 +1,4 @@
-"""The reasons for which `fit` stops a run early: a signal to the program, or `max_time`. See ADR 140."""
+"""The reasons for which a run stops early: a signal to the program, or `max_time`. See ADR 140."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from raysgd.core import arguments as checks
 from raysgd.exceptions import Preempted
@@ -46,6 +46,7 @@ class Leaving:
         self._slowest_save_s: float | None = None
         self._came_at = 0.0
         self._before: dict[int, Any] = {}
+        self._tell: Callable[[], None] = lambda: None
         self.signal: int | None = None
 
     def begin(self) -> None:
@@ -77,14 +78,24 @@ class Leaving:
         """Why the run stops early, in words."""
         return f"`max_time` of {self._max_s:g} s" if self.signal is None else signal.Signals(self.signal).name
 
+    @property
+    def since_signal_s(self) -> float:
+        """Seconds since the signal came."""
+        return time.monotonic() - self._came_at
+
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle signals inside the block, if this process can, and restore the old handlers after it."""
+    def listening(self, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Handle signals inside the block, if this process can, and restore the old handlers after it.
+
+        Args:
+            tell: Called in the handler, wherever the program is. So it may only set flags.
+        """
         place = _obstacle()
         if place is not None:
-            logger.debug("`fit` does not listen to signals: it runs in %s", place)
+            logger.debug("the run does not listen to signals: it is in %s", place)
             yield
             return
+        self._tell = tell
         for number in SIGNALS:
             before = signal.getsignal(number)
             if before not in (None, signal.SIG_IGN):  # None is a handler in C, such as that of `faulthandler`
@@ -100,6 +111,7 @@ class Leaving:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._came_at = number, now
+            self._tell()
         elif now > self._came_at + _SAME_S:
             signal.signal(number, signal.SIG_DFL)
             raise self.error(None)
@@ -112,12 +124,13 @@ class Leaving:
             return KeyboardInterrupt(self.reason)
         return Preempted(self.signal, checkpoint)
 
-    def call_former_handler(self) -> None:
-        """Call the handler that the program itself had set for the signal."""
+    def end_program(self, checkpoint: str | None) -> NoReturn:
+        """Call the handler that the program itself had set for the signal, then raise `error`."""
         assert self.signal is not None, "a signal came"
         handler = self._before.get(self.signal)
         if callable(handler) and not (getattr(handler, "__module__", None) or "").startswith("ray."):
             handler(self.signal, None)
+        raise self.error(checkpoint)
 
 
 def _obstacle() -> str | None:

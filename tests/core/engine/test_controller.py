@@ -672,6 +672,14 @@ class TestACallThatIsLeft:
         assert num_ranks == 3 - len(lost)
         assert trainer.num_started == 3, "no one is replaced"
 
+    def test_looks_for_room_no_longer_where_the_program_ends_meanwhile(self) -> None:
+        trainer = Trainer(min_workers=2, **RESTARTS).started()
+        trainer.kernel.after(2.0, lambda: setattr(trainer.controller, "is_ending", True))
+        began = trainer.kernel.now
+        with pytest.raises(WorkersLostError, match="the program is about to end, so no other workers are started"):
+            trainer.note(1, lose_all(trainer))
+        assert trainer.kernel.now - began < 5
+
     def test_starts_no_worker_where_all_are_lost_and_the_program_ends(self) -> None:
         trainer = Trainer().started()
         trainer.walk(10)

@@ -139,7 +139,8 @@ def test_the_handler_of_the_program_is_called_and_that_of_ray_is_not() -> None:
         with found.listening():
             signal.raise_signal(signal.SIGTERM)
             assert calls == []
-            found.call_former_handler()
+            with pytest.raises(Preempted):
+                found.end_program(None)
         assert calls == called
         assert signal.getsignal(signal.SIGTERM) == handler
 

@@ -1,1 +1,1 @@
-"""Sockets from each rank to every other: how ranks connect, and what they exchange."""
+"""Sockets between all pairs of ranks: how ranks connect, and the collectives over the sockets."""

@@ -1,7 +1,8 @@
-"""A board: keys and values that all ranks of a group read and write. Each rank has a copy.
+"""The board: a key-value store that all ranks of a group read and write. Each rank has a full copy.
 
-Unlike a server, it survives the death of any rank. A written value goes to all other ranks, from neighbor to neighbor.
-The board needs only sockets, and a thread that receives from them and sends what a socket did not take at once.
+Unlike a server, the board has no host that could die. A written value is forwarded to all other ranks, from neighbor to
+neighbor. The board needs only sockets and one thread per rank. The thread receives messages, and sends the bytes that a
+socket did not accept immediately.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from typing import NamedTuple
 
 from raysgd.core.connections.mesh.mesh import MeshBroken
 
-_HEAD = struct.Struct("<III")  # the rank that wrote the message, and the lengths of key and value
+_HEAD = struct.Struct("<III")  # rank that wrote the value, length of the key, length of the value
 _PART = 1 << 16
 _INTERRUPTED = "it was interrupted"
 
 
 class BoardMessage(NamedTuple):
-    """A value on its way.
+    """A key and a value in transit.
 
     Attributes:
-        source: The rank that wrote it.
-        key: Its key.
-        value: The value.
+        source: The rank that wrote the value.
+        key: Key on the board.
+        value: Value to store under the key.
     """
 
     source: int
@@ -38,13 +39,13 @@ class BoardMessage(NamedTuple):
 
     @property
     def encoded(self) -> bytes:
-        """The message as bytes."""
+        """The message in its wire format."""
         name = self.key.encode()
         return b"".join((_HEAD.pack(self.source, len(name), len(self.value)), name, self.value))
 
 
 def taken_from(received: bytearray) -> list[BoardMessage]:
-    """Remove the complete messages from the received bytes, and return them."""
+    """Remove and decode all complete messages at the start of the buffer."""
     found, start, num_received = [], 0, len(received)
     while num_received - start >= _HEAD.size:
         source, length, num_bytes = _HEAD.unpack_from(received, start)
@@ -64,7 +65,7 @@ class _Link:
     Args:
         rank: Rank of the neighbor.
         connection: The socket.
-        wake: Called when there is something left to send that was not there before.
+        wake: Called when the socket's buffer fills up, so that bytes are left to send.
     """
 
     __slots__ = ("_is_cut", "_received", "_sending", "_unsent", "_wake", "connection", "rank")
@@ -77,7 +78,7 @@ class _Link:
         self._is_cut = False
 
     def send(self, data: bytes) -> None:
-        """Send as much as the socket takes now, and keep the rest."""
+        """Send as much as the socket accepts now, and buffer the rest."""
         with self._sending:
             if self._unsent and not self._is_cut:
                 self._unsent += data
@@ -86,7 +87,7 @@ class _Link:
                 self._wake()
 
     def send_rest(self) -> None:
-        """Send more of the rest."""
+        """Send as much of the buffered rest as the socket accepts now."""
         with self._sending:
             del self._unsent[: self._num_sent(self._unsent)]
 
@@ -98,11 +99,11 @@ class _Link:
 
     @property
     def has_rest(self) -> bool:
-        """True if something is left to send."""
+        """True if bytes are left to send."""
         return bool(self._unsent)
 
     def receive(self) -> list[BoardMessage]:
-        """Receive what is there, and return the messages that are complete."""
+        """Receive the available bytes and return the complete messages."""
         part = self.connection.recv(_PART)
         if not part:
             raise ConnectionError("it has left, or has lost another rank")
@@ -110,49 +111,49 @@ class _Link:
         return taken_from(self._received)
 
     def cut(self) -> None:
-        """End the connection. May be called from any thread."""
+        """Shut down the connection. May be called from any thread."""
         self._is_cut = True
-        with suppress(OSError):  # ended already
+        with suppress(OSError):  # already shut down
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close_socket(self) -> None:
-        """Close the socket. `wake` is not called any more."""
+        """Close the socket. Afterwards, `wake` is no longer called."""
         with self._sending:
             self.connection.close()
 
 
 def others(rank: int, size: int) -> set[int]:
-    """Return all ranks but this one."""
+    """Return all ranks except `rank`."""
     return set(range(size)) - {rank}
 
 
 def neighbors(rank: int, size: int) -> set[int]:
-    """Return the ranks to which this rank has a connection: those at a distance of a power of two, in both directions.
+    """Return the ranks to which a rank has a connection: those at a power-of-two distance, in both directions.
 
-    Of N ranks each has about 2 log2 N neighbors, and no message is passed on more than log2 N times.
+    With N ranks, each rank has about 2 log2 N neighbors, and a message reaches all ranks within log2 N hops.
     """
     steps = [1 << power for power in range((size - 1).bit_length())]
     return {(rank + step) % size for step in steps} | {(rank - step) % size for step in steps}
 
 
 def next_of_all(rank: int, source: int, size: int) -> list[int]:
-    """Return where a rank sends a message of `source`: to the neighbors that get it from no other rank."""
+    """Return the neighbors to which `rank` forwards a message from `source`. Every rank gets each message once."""
     distance = (rank - source) % size
     powers = range(distance.bit_length(), (size - 1).bit_length())
     return [(rank + (1 << power)) % size for power in powers if distance + (1 << power) < size]
 
 
 class BoardTimeout(MeshBroken):
-    """No rank wrote a value in time."""
+    """No rank wrote the value in time."""
 
 
 class Board:
-    """One rank's copy of the board. If one connection ends, all do, so that ranks that are not neighbors notice.
+    """One rank's copy of the board. If one connection ends, the board ends all, so that all ranks learn of the failure.
 
     Args:
         rank: This rank.
         size: Number of ranks.
-        connections: The socket to each neighbor, see `neighbors`. Nothing else uses them.
+        connections: The socket to each neighbor, see `neighbors`. The board has exclusive use of the sockets.
     """
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
@@ -161,7 +162,7 @@ class Board:
         self._broken_by = ""
         self._is_cut = False
         self._has_changed = threading.Condition()
-        self._bell: tuple[int, ...] = os.pipe() if connections else ()  # writing to its second end wakes the thread
+        self._bell: tuple[int, ...] = os.pipe() if connections else ()  # writing to the second end wakes the thread
         self._links = {rank: _Link(rank, each, self._wake) for rank, each in connections.items()}
         self._by_number = {link.connection.fileno(): link for link in self._links.values()}
         self._poll = select.poll()
@@ -172,11 +173,11 @@ class Board:
             self._receiver.start()
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Wait until all of these keys have values.
+        """Wait until all keys have values.
 
         Raises:
-            BoardTimeout: The time is over.
-            MeshBroken: A rank that might write them is gone.
+            BoardTimeout: The timeout expired.
+            MeshBroken: A rank that might write one of the keys is gone.
         """
         if self.has(keys):
             return
@@ -191,27 +192,27 @@ class Board:
                 raise MeshBroken(f"{what}: {self._broken_by}")
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value of a key. Wait for it, like `wait`."""
+        """Return the value of a key. Wait for the value and raise like `wait`."""
         self.wait([key], timeout_s)
         return self._values[key]
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Return True if all of these keys have values."""
+        """Return True if all keys have values."""
         return all(key in self._values for key in keys)
 
     @property
     def values(self) -> list[bytes]:
-        """All values that are on the board now."""
+        """All values currently on the board."""
         with self._has_changed:
             return list(self._values.values())
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a value for all ranks.
+        """Write a value and send it to all ranks.
 
         Raises:
             MeshBroken: A connection has ended.
         """
-        with self._has_changed:  # send under the lock, so that all ranks see one rank's values in the same order
+        with self._has_changed:  # send under the lock, so that all ranks see this rank's values in the same order
             self._values[key] = value
             self._has_changed.notify_all()
             written = BoardMessage(self._rank, key, value).encoded
@@ -225,13 +226,13 @@ class Board:
         try:
             while not self._broken_by:
                 self._receive_once()
-        except (OSError, ValueError) as error:  # a connection ended, or sent something that no rank sends
+        except (OSError, ValueError) as error:  # a connection ended, or a message could not be decoded
             was_cut = self._is_cut
             self._cut()
             self._break(_INTERRUPTED if was_cut else str(error))
 
     def _receive_once(self) -> None:
-        """Wait for messages, pass them on, and keep them. Report the end of a connection only after that."""
+        """Wait for messages, forward and store them. Only then raise an error if a connection has ended."""
         messages: list[BoardMessage] = []
         ends: list[MeshBroken] = []
         for number, events in self._poll.poll():
@@ -252,14 +253,14 @@ class Board:
             raise ends[0]
 
     def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
-        """Send to a neighbor and receive from it what is possible now. Return the messages that are complete."""
+        """Handle a neighbor's poll events: send and receive without blocking. Return the complete messages."""
         if events & select.POLLOUT:
             link.send_rest()
             self._poll.modify(link.connection, _events(link))
         return link.receive() if events & ~select.POLLOUT else []
 
     def _watch_rests(self) -> None:
-        """From now on, also wait until neighbors can take what is left to send."""
+        """From now on, also poll for neighbors that can accept the buffered rest."""
         os.read(self._bell[0], _PART)
         for link in self._links.values():
             self._poll.modify(link.connection, _events(link))
@@ -268,7 +269,7 @@ class Board:
         os.write(self._bell[1], b"!")
 
     def _pass_on(self, messages: Sequence[BoardMessage]) -> None:
-        """Send messages on to ranks that lack them. Combine those that go to the same neighbor."""
+        """Forward messages to ranks that lack them. Combine messages to the same neighbor."""
         onward: dict[int, list[bytes]] = defaultdict(list)
         for message in messages:
             encoded = message.encoded
@@ -291,13 +292,13 @@ class Board:
             link.cut()
 
     def interrupt(self) -> None:
-        """End all connections, and with them all waits here and for this rank. May be called from any thread."""
+        """Shut down all connections. This ends all waits of this rank and for this rank. Callable from any thread."""
         if not self._is_cut:
             self._cut()
             self._break(_INTERRUPTED)
 
     def close_sockets(self) -> None:
-        """End the connections, and close their sockets when nothing is received any more."""
+        """Shut down the connections, and close the sockets once the receiving thread has finished."""
         self.interrupt()
         if self._receiver.is_alive():
             self._receiver.join()

@@ -1,8 +1,8 @@
-"""How ranks connect to each other: each one listens, connects to some ranks, and accepts others.
+"""How ranks connect to each other: each rank listens, connects to some ranks, and accepts connections from others.
 
-Any process that reaches the port may connect. Both sides know a secret that the driver made for this group and sent
-through Ray. Each side proves that it knows the secret, with an HMAC over a nonce that the other side has just drawn,
-and never sends the secret. A process that does not belong to the group is refused and delays no one.
+Any process that reaches the port may connect. The driver creates a secret for each group and sends it to the ranks
+through Ray. Each side proves that it knows the secret with an HMAC over a fresh nonce from the other side. The secret
+itself is never sent. A process that does not belong to the group is disconnected and cannot delay the others.
 
 ADR 55 explains why ranks meet through Ray and not through a store.
 """
@@ -31,14 +31,15 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _BACKLOG = 4096
-_MOST_STRANGERS = 128  # more could use up the file descriptors of this process
-_MOST_ACCEPTED = 256  # at a time, so that connections accepted before also make progress
-_HAS_NAMES = sys.platform.startswith("linux")  # sockets can have names without files
+_MOST_STRANGERS = 128  # more unauthenticated connections could exhaust this process's file descriptors
+_MOST_ACCEPTED = 256  # connections to accept per poll, so that earlier connections also make progress
+_HAS_NAMES = sys.platform.startswith("linux")  # Linux has abstract Unix sockets, whose names need no files
 
 Address: TypeAlias = tuple[str, int]
-"""Host, as a number, and port.
+"""Numeric host address and port.
 
-A number larger than a port stands for a Unix socket: random bits, followed by the port that is reserved for it.
+A number larger than any port stands for a Unix socket. It consists of random bits, followed by the TCP port that is
+reserved for the socket.
 """
 
 Connections: TypeAlias = dict[int, socket.socket]
@@ -48,11 +49,11 @@ _PROOF_LENGTH = 32
 
 
 class Deadline:
-    """The time that is left to wait for other ranks, from now on.
+    """Time limit for waiting for other ranks, starting now.
 
     Args:
-        timeout_s: How long to wait at most.
-        is_interrupted: Called again and again. If it returns True, the wait is over.
+        timeout_s: Maximum time to wait.
+        is_interrupted: Called by each `check`. If it returns True, the wait is aborted.
     """
 
     def __init__(self, timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> None:
@@ -61,7 +62,7 @@ class Deadline:
         self._deadline = time.monotonic() + timeout_s
 
     def check(self) -> None:
-        """Raise an error if the wait is over.
+        """Raise an error if the wait must end.
 
         Raises:
             ConnectFailed: The deadline has passed, or the wait was interrupted.
@@ -71,9 +72,9 @@ class Deadline:
 
 
 def listen_at(host: str) -> socket.socket:
-    """Listen at a free port of this address; if this machine does not have the address, at a port of all its addresses.
+    """Listen at a free port of `host`. If this machine does not have that address, listen on all its addresses.
 
-    Behind address translation, other machines know this one by an address that it does not have.
+    Behind network address translation (NAT), other machines know this machine by an address that it does not have.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -88,12 +89,12 @@ def listen_at(host: str) -> socket.socket:
 
 
 class ConnectionAttempt(NamedTuple):
-    """A connection to make.
+    """A connection that this rank initiates.
 
     Attributes:
         rank: The rank to connect to.
-        lane: Which of several connections to that rank it is.
-        address: Where that rank listens.
+        lane: Index of the connection among this rank's connections to that rank.
+        address: Address at which that rank listens.
     """
 
     rank: int
@@ -102,13 +103,13 @@ class ConnectionAttempt(NamedTuple):
 
 
 class Endpoint:
-    """The sockets at which a rank listens for others.
+    """The sockets at which a rank listens for connections from others.
 
-    At the loopback address it listens at a Unix socket, where a message takes a third of the time. It reserves the
-    port, so that no other process gets it. If Unix sockets are not possible, it listens at the port.
+    At the loopback address, the endpoint listens at a Unix socket, where a message takes a third of the time. It also
+    reserves the TCP port, so that no other process gets it. If Unix sockets are not possible, it listens at the port.
 
     Attributes:
-        port: The number that others need to connect, as in an `Address`.
+        port: The number that other ranks need to connect, the second item of an `Address`.
     """
 
     def __init__(self, host: str) -> None:
@@ -130,18 +131,18 @@ class Endpoint:
     def connect(
         self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
     ) -> list[Connections]:
-        """Connect to other ranks, which must all do so now. Stop listening after that.
+        """Connect to other ranks, which must call this at the same time. Stop listening afterwards.
 
-        This rank connects to the ranks before it, and accepts those after it.
+        This rank connects to lower ranks and accepts connections from higher ranks.
 
         Args:
-            rendezvous: The addresses of the ranks.
+            rendezvous: The ranks' addresses and the group's secret.
             rank: This rank.
-            lanes: For each lane, the ranks that it leads to. Each of these must name this rank in return.
-            deadline: How long to wait for the others.
+            lanes: The ranks to connect to, for each lane. Each of them must list this rank in the same lane.
+            deadline: Limits the wait for other ranks.
 
         Raises:
-            ConnectFailed: Another rank is gone, or was too late.
+            ConnectFailed: Another rank is gone or was too late.
         """
         credentials = Credentials(rank, rendezvous.secret)
         ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
@@ -159,17 +160,17 @@ class Endpoint:
     def connect_all(
         self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
     ) -> list[Peer]:
-        """Connect to some ranks and accept others. Return when all are connected.
+        """Connect to some ranks and accept connections from others. Return when all are connected.
 
         Args:
-            credentials: Credentials of this rank.
-            calls: The connections to make.
-            num_accepted: Number of connections that others make to this rank.
-            deadline: How long to wait for the others.
+            credentials: This rank's credentials.
+            calls: The connections to initiate.
+            num_accepted: Number of connections to accept from other ranks.
+            deadline: Limits the wait for other ranks.
 
         Raises:
-            OSError: No rank listens where one should.
-            ConnectFailed: Another rank is gone or late, or does not belong to the group.
+            OSError: No process listens at an address in `calls`.
+            ConnectFailed: Another rank is gone or late, or the process at its address does not belong to the group.
         """
         handshakes = _Handshakes(credentials, self._listener, num_accepted + _MOST_STRANGERS)
 
@@ -194,10 +195,10 @@ class _Pending:
 
     Attributes:
         connection: The socket to the other side.
-        handshake: The generator that advances it.
-        call: The connection that this rank makes; None if the other side has connected. That may be any process, so its
-            failure is not one of this rank.
-        events: The events that it waits for.
+        handshake: The generator that performs the handshake.
+        call: The connection that this rank initiated, or None if the other side connected. Any process may connect, so
+            a failure of an accepted handshake is not an error of this rank.
+        events: The poll events that the handshake waits for.
     """
 
     __slots__ = ("call", "connection", "events", "handshake")
@@ -208,16 +209,16 @@ class _Pending:
 
 
 class _Handshakes:
-    """Many handshakes at the same time, so that none waits for another.
+    """Performs many handshakes concurrently, so that no handshake waits for another.
 
     Args:
-        credentials: Credentials of this rank.
+        credentials: This rank's credentials.
         listener: The socket to which others connect.
-        most_accepted: How many accepted handshakes may be in progress. If there are more, the oldest are disconnected,
-            strangers first.
+        most_accepted: Maximum number of accepted handshakes in progress. Beyond it, the oldest are disconnected,
+            starting with processes that have not sent a valid greeting.
 
     Attributes:
-        peers: Ranks that have succeeded.
+        peers: Ranks whose handshakes have succeeded.
         pending: Handshakes in progress, by file descriptor.
     """
 
@@ -228,7 +229,7 @@ class _Handshakes:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._postponed: list[ConnectionAttempt] = []
-        self._greeted: set[int] = set()  # file descriptors of processes that sent a greeting made with the secret
+        self._greeted: set[int] = set()  # file descriptors of processes whose greeting proves that they know the secret
 
     def call(self, call: ConnectionAttempt) -> None:
         """Connect to a rank, and start the handshake."""
@@ -238,7 +239,7 @@ class _Handshakes:
             connection.close()
             if code != errno.EAGAIN:
                 raise OSError(code, os.strerror(code))
-            self._postponed.append(call)  # the queue of that rank is full
+            self._postponed.append(call)  # the listening socket's backlog is full
             return
         self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), call)
         self._advance(connection.fileno())
@@ -251,7 +252,7 @@ class _Handshakes:
                 return
             try:
                 _disable_nagle(connection)
-            except OSError:  # on macOS: the connection has already ended
+            except OSError:  # on macOS, this means that the connection has already ended
                 connection.close()
                 continue
             connection.setblocking(False)
@@ -264,7 +265,7 @@ class _Handshakes:
         self._poll.register(connection, select.POLLIN)
 
     def poll(self) -> None:
-        """Wait a moment for data and new connections, and advance the handshakes that got some."""
+        """Poll once, for at most `_POLL_S`. Advance handshakes that received data, and accept new connections."""
         postponed, self._postponed = self._postponed, []
         for call in postponed:
             self.call(call)
@@ -291,7 +292,7 @@ class _Handshakes:
             if one.call is not None:
                 if not isinstance(error, ConnectionResetError | BrokenPipeError):
                     raise
-                self._postponed.append(one.call)  # that rank is crowded with strangers, or does not listen any more
+                self._postponed.append(one.call)  # that rank has too many handshakes, or has stopped listening
             self.drop([number])
         else:
             if events != one.events:
@@ -299,7 +300,7 @@ class _Handshakes:
                 self._poll.modify(number, events)
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Disconnect processes that have not proved that they belong to the group."""
+        """Disconnect the processes at these file descriptors and abandon their handshakes."""
         for number in list(numbers):
             self._forget(number).connection.close()
 
@@ -310,10 +311,13 @@ class _Handshakes:
 
 
 def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | None:
-    """Return a socket that reserves a free port, one that listens under a name, and the number of that name.
+    """Listen at a Unix socket with a random abstract name.
 
-    Names are random, because any user of the machine can take one. Returns None if names are not possible, as in a
-    sandbox.
+    The name is random, because any user of the machine could bind a predictable name.
+
+    Returns:
+        A socket that reserves a free TCP port, the listening socket, and the number that stands for its name. None if
+        Unix sockets are not possible, for example in a sandbox.
     """
     holding, listener = socket.socket(), socket.socket(socket.AF_UNIX)
     try:
@@ -330,12 +334,15 @@ def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket, int] | Non
 
 
 def has_names(host: str) -> bool:
-    """Return True if ranks at this host listen at Unix sockets, unless a sandbox forbids it."""
+    """Return True if ranks at `host` listen at Unix sockets, unless a sandbox forbids them."""
     return _HAS_NAMES and host == LOOPBACK
 
 
 def _name_of(address: Address) -> Address | bytes:
-    """Return what to connect to: the address, or the name of a Unix socket. Names are shared by a network namespace."""
+    """Return the argument for `connect`: the address itself, or the abstract name of the Unix socket it stands for.
+
+    Abstract names are visible in the whole network namespace.
+    """
     return b"\0raysgd/%x" % address[1] if address[1] >> PORT_BITS else address
 
 
@@ -352,21 +359,21 @@ def _disable_nagle(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-_HELLO = struct.Struct("<II16s32s")  # the rank that connects, the lane, a nonce, and a greeting made with the secret
-_NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)  # macOS reports the last one while it connects
+_HELLO = struct.Struct("<II16s32s")  # connecting rank, lane, nonce, and greeting: an HMAC with the secret
+_NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)  # macOS reports ENOTCONN while connecting
 
 
 class ConnectFailed(ConnectionError):
-    """Another rank failed, was too late, or cannot be reached, so that the group was not formed."""
+    """The group could not be formed, because another rank failed, was too late, or cannot be reached."""
 
 
 class Peer(NamedTuple):
     """A connected rank that has proved that it belongs to the group.
 
     Attributes:
-        connection: The non-blocking socket to it.
-        rank: Its rank.
-        lane: Which of several connections to it this is.
+        connection: The non-blocking socket to the peer.
+        rank: The peer's rank.
+        lane: Index of the connection among this rank's connections to the peer.
     """
 
     connection: socket.socket
@@ -375,7 +382,7 @@ class Peer(NamedTuple):
 
 
 Handshake: TypeAlias = Generator[int, None, Peer]
-"""A handshake in progress. When it has to wait for the other side, it yields the events for `select.poll`."""
+"""A handshake in progress. Whenever it must wait for the other side, it yields the events to pass to `select.poll`."""
 
 
 @dataclass(frozen=True)
@@ -386,11 +393,11 @@ class Credentials:
     secret: bytes
 
     def proof(self, role: bytes, initiator: int, responder: int, lane: int, nonces: bytes) -> bytes:
-        """Return an answer to these nonces that requires the secret. It differs by role and ranks."""
+        """Return the HMAC over the nonces. It also covers role, ranks and lane, so it cannot be replayed elsewhere."""
         return hmac.digest(self.secret, role + struct.pack("<III", initiator, responder, lane) + nonces, "sha256")
 
     def initiate(self, connection: socket.socket, responder: int, lane: int) -> Handshake:
-        """Shake hands as the side that connects to rank `responder`. It may not be connected yet."""
+        """Perform the handshake as the connecting side. The socket to rank `responder` may still be connecting."""
         own = secrets.token_bytes(_NONCE_LENGTH)
         greeting = self.proof(b"greeting", self.rank, responder, lane, own)
         yield from _sent(connection, _HELLO.pack(self.rank, lane, own, greeting))
@@ -402,7 +409,7 @@ class Credentials:
         return Peer(connection, responder, lane)
 
     def respond(self, connection: socket.socket, note_greeting: Callable[[], None]) -> Handshake:
-        """Shake hands as the side that accepted. Calls `note_greeting` if the greeting was made with the secret."""
+        """Perform the handshake as the accepting side. Call `note_greeting` once the greeting proves to be valid."""
         initiator, lane, other, greeting = _HELLO.unpack((yield from _received(connection, _HELLO.size)))
         if hmac.compare_digest(greeting, self.proof(b"greeting", initiator, self.rank, lane, other)):
             note_greeting()

@@ -1,7 +1,7 @@
-"""Connections from each rank to every other, over which ranks swap bytes. Needs only sockets.
+"""The mesh: connections between all pairs of ranks, over which ranks swap bytes. Needs only sockets.
 
-Every rank has to make the same swaps in the same order. An error in a swap ends all connections of this rank, so that
-no other rank waits for it. So does `interrupt`, from any thread.
+Every rank must make the same swaps in the same order. An error in a swap shuts down all connections of this rank, so
+that no other rank waits for it. `interrupt` does the same from any thread.
 
 ADR 35 explains why gradients in host memory do not use gloo.
 """
@@ -18,31 +18,31 @@ from typing import Any, TypeAlias, TypeVar
 
 from raysgd.exceptions import OnFailure
 
-_HEAD = struct.Struct("<QI")  # number of bytes that follow, and their kind
+_HEAD = struct.Struct("<QI")  # number of bytes that follow, and type of the collective
 _LONGEST_POLL_MS = 2**31 - 1
 
-_IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere an end is noticed when the connection is used
+_IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux only; elsewhere, a closed connection is noticed on its next use
 
 Bytes: TypeAlias = memoryview
 
 Message: TypeAlias = Bytes | tuple[Bytes, ...]
-"""What one rank sends to another in a swap: bytes, or several pieces of memory, sent one after the other."""
+"""The message from one rank to another in a swap: one buffer, or several buffers to send one after the other."""
 
 
 class MeshBroken(ConnectionError):
-    """A connection to another rank ended, or kept this rank waiting too long."""
+    """A connection to another rank ended or timed out."""
 
 
 class NotAligned(ValueError):
-    """Another rank is at a different exchange."""
+    """Another rank is at a different collective."""
 
 
 class Mesh:
-    """The connections of one rank, of one lane.
+    """One rank's connections in one lane.
 
     Attributes:
-        timeout_s: How long a swap may make no progress.
-        waited_s: Seconds that this rank waited in exchanges for a rank that had not begun them.
+        timeout_s: How long a swap may stall before it raises.
+        waited_s: Seconds that this rank spent in swaps waiting for a rank that had not started them.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -57,16 +57,16 @@ class Mesh:
             self._ranks[connection.fileno()] = rank
 
     def swap(self, outgoing: Mapping[int, Message], incoming: Mapping[int, Message], kind: int = 0) -> None:
-        """Send bytes to some ranks and receive from some, all at the same time.
+        """Send messages to some ranks and receive messages from some ranks, all at the same time.
 
         Args:
-            outgoing: What to send, by rank.
-            incoming: Where to put what arrives, by rank. As long as what that rank sends.
-            kind: A number for what is exchanged. All ranks must pass the same.
+            outgoing: Messages to send, by rank.
+            incoming: Receive buffers, by rank. Each must have the size of that rank's message.
+            kind: Identifies the type of collective. All ranks must pass the same number.
 
         Raises:
-            MeshBroken: A connection ended, or nothing moved for too long.
-            NotAligned: A rank sent another number of bytes or another kind, so it is at another exchange.
+            MeshBroken: A connection ended, or no byte moved for `timeout_s`.
+            NotAligned: A rank sent a message of another size or `kind`, so it is at a different collective.
         """
         if self._is_broken:
             raise MeshBroken("the connections to the other ranks have ended")
@@ -92,8 +92,8 @@ class Mesh:
                 self.waited_s += time.perf_counter() - began if is_early else 0.0
 
     def _wait(self, sending: Collection[int], receiving: Collection[int]) -> None:
-        # Watch all connections. A rank from which nothing is expected may have ended its connection. It will not take
-        # what is sent to it, nor be there for the next swap, and ranks that wait for it may wait forever.
+        # Watch all connections, because even a rank from which nothing is expected may have closed its connection. It
+        # will neither receive this rank's message nor take part in the next swap, and its peers might wait forever.
         awaited = {*sending, *receiving}
         for rank in awaited:
             events = select.POLLIN if rank in receiving else _IS_GONE
@@ -110,7 +110,7 @@ class Mesh:
             raise MeshBroken(f"rank {', '.join(map(str, sorted(gone)))} has ended its connection")
 
     def _watch(self, rank: int, events: int) -> None:
-        """Change the events of a rank to wait for."""
+        """Set the poll events for the connection to a rank."""
         try:
             self._poll.modify(self._connections[rank], events)
         except ValueError as error:
@@ -121,22 +121,22 @@ class Mesh:
         """True if a connection has ended."""
         if self._is_broken:
             return True
-        poll = select.poll()  # another thread may be waiting with `self._poll`
+        poll = select.poll()  # a new object, because another thread may be waiting in `self._poll`
         for connection in self._connections.values():
             poll.register(connection, _IS_GONE)
         return bool(poll.poll(0))
 
     def interrupt(self) -> None:
-        """End all connections, and with them all swaps here and with this rank. May be called from any thread."""
+        """Shut down all connections. This ends all swaps of this rank and with this rank. Callable from any thread."""
         if self._is_broken:
             return
         self._is_broken = True
         for connection in self._connections.values():
-            with suppress(OSError):  # it may have ended already
+            with suppress(OSError):  # the connection may have ended already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close_sockets(self) -> None:
-        """End the connections and close their sockets."""
+        """Shut down the connections and close their sockets."""
         self.interrupt()
         for connection in self._connections.values():
             connection.close()
@@ -147,7 +147,7 @@ def _pieces(message: Message) -> list[Any]:
 
 
 def _go_on(tasks: dict[int, _TaskT]) -> bool:
-    """Advance each task as far as possible now, and drop those that are done. Return True if any advanced."""
+    """Advance each task as far as possible without blocking, and remove finished tasks. Return True if any advanced."""
     has_moved = False
     for rank, task in list(tasks.items()):
         has_moved |= task.go_on()
@@ -157,7 +157,7 @@ def _go_on(tasks: dict[int, _TaskT]) -> bool:
 
 
 class _Sending:
-    """A message to send: its head, then its bytes."""
+    """Sends one message: first the header, then the body."""
 
     __slots__ = ("_connection", "_parts", "is_done")
 
@@ -167,7 +167,7 @@ class _Sending:
         self.is_done = False
 
     def go_on(self) -> bool:
-        """Move what can be moved now. Return True if anything moved."""
+        """Send as much as possible without blocking. Return True if any bytes were sent."""
         try:
             num_sent = self._connection.sendmsg(self._parts)
         except BlockingIOError:
@@ -178,7 +178,7 @@ class _Sending:
 
 
 class _Receiving:
-    """A message to receive."""
+    """Receives one message: first the header, then the body."""
 
     __slots__ = ("_connection", "_head", "_kind", "_parts", "_rank", "is_done")
 
@@ -189,7 +189,7 @@ class _Receiving:
 
     @property
     def has_begun(self) -> bool:
-        """True if the head of the message has arrived, so that the other rank is at the exchange."""
+        """True if the message's header has arrived, so the other rank has started the same swap."""
         return self._head is None
 
     def go_on(self) -> bool:
@@ -230,7 +230,7 @@ _TaskT = TypeVar("_TaskT", _Sending, _Receiving)
 
 
 def _rest_of(parts: Sequence[Any], num_sent: int) -> Iterator[Any]:
-    """Yield what is left of a message after its first bytes have moved."""
+    """Yield the rest of a message after its first `num_sent` bytes."""
     for part in parts:
         if num_sent < len(part):
             yield memoryview(part)[num_sent:]

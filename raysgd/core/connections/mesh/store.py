@@ -1,7 +1,8 @@
-"""A board as a store of `torch.distributed`, in which the ranks of a process group find each other.
+"""Adapts a board to a `torch.distributed` store, through which the ranks of a process group find each other.
 
-PyTorch's own `TCPStore` accepts any process, is lost with its host, and looks up the name of each client. Without a
-name server, many clients at once take long for that. This module imports PyTorch, so import it only where you need it.
+PyTorch's own `TCPStore` accepts connections from any process, dies with its host, and looks up each client's host name.
+Without a name server, these lookups take long for many clients at once. This module imports PyTorch, so import it only
+where it is needed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from raysgd.core.connections.mesh.board import Board, BoardTimeout
 
 
 class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
-    """The operations of a store that gloo uses, also from C++.
+    """Implements the store operations that gloo uses. C++ code calls them, too.
 
-    PyTorch sets the `timeout` of a store to that of the group.
+    PyTorch sets the store's `timeout` to the process group's timeout.
 
     Args:
-        board: Where the values are written.
-        longest_wait_s: Limit for all waits, even if the timeout is longer.
+        board: Board that holds the values.
+        longest_wait_s: Upper limit for all waits, even if the timeout is longer.
     """
 
     def __init__(self, board: Board, longest_wait_s: float = math.inf) -> None:
@@ -47,7 +48,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Refuse to count. No group needs it, and one rank would have to count for all."""
+        """Raise an error. No group needs a counter, and the board would need one rank to count for all."""
         raise NotImplementedError(
             "the store of this process group has no counters. Create groups without `use_local_synchronization=True`, "
             "and leave the variable `TORCH_DIST_INIT_BARRIER` unset."

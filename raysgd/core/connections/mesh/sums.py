@@ -1,21 +1,22 @@
-"""Sums of arrays over the ranks of a mesh, and bytes that one rank sends to several others.
+"""All-reduce sums of arrays over the ranks of a mesh, and chained transfers from one rank to several others.
 
-All ranks get the same bits, because each part of a sum is added up by one rank and sent to the others, or by all ranks
-in the same order.
+Results are bitwise identical on all ranks, because each part of a sum is either computed by one rank and sent to the
+others, or computed by all ranks in the same order.
 
-The method depends on the number of ranks, their nodes, and the size of the array, which all ranks know:
+The algorithm depends on the number of ranks, their nodes, and the array's size, which all ranks know:
 
 =================  ====================================  ==================================================
-ranks              up to `MAX_WHOLE_BYTES`               more
+ranks              up to `MAX_WHOLE_BYTES`               larger
 =================  ====================================  ==================================================
-up to `MOST`       each sends everything to each other   each rank adds up a part
-more               up a tree of all ranks, and down      the same; from `LEAST_PART_BYTES` per part on,
-                                                         each rank adds up a part
-on several nodes   the same on each node, then among     each node adds up a part for each lane, lanes add up
-                   the first ranks of the nodes          theirs between nodes, and nodes put them together
+up to `MOST`       each rank sends its array to all      reduce-scatter, then all-gather
+more               reduce up a tree, then broadcast      the same below `LEAST_PART_BYTES` per rank, else
+                                                         reduce-scatter, then all-gather
+on several nodes   the same on each node, then among     reduce-scatter on each node, all-reduce each part
+                   the first ranks of the nodes          between nodes, then all-gather on each node
 =================  ====================================  ==================================================
 
-ADR 35 explains why.
+As an exception, up to `MOST` ranks on several nodes also send small arrays directly to all. ADR 35 explains the
+choices.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ import numpy as np
 from raysgd.core.connections.mesh.mesh import Bytes, Mesh, Message
 
 MOST = 8
-"""Up to this many ranks, each one talks to every other."""
+"""Up to this many ranks, each rank communicates with every other rank."""
 
 MAX_WHOLE_BYTES = 64 * 1024
-"""Up to this size, every rank adds up the whole array."""
+"""Up to this size, every rank sums the whole array."""
 
 LEAST_PART_BYTES = 8 * 1024
-"""From this size of a part on, the amount of data costs more than the number of messages."""
+"""From this part size on, the amount of data costs more than the number of messages."""
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _NO_ROWS: Mapping[int, Array] = {}
 
 
 class RankSums:
-    """One rank's part in sums.
+    """One rank's side of the sums.
 
     Args:
         rank: This rank.
-        mesh: The connections.
+        mesh: Connections to the other ranks.
         nodes: The nodes of all ranks.
     """
 
@@ -58,11 +59,11 @@ class RankSums:
         self._scratch = np.empty(0, np.uint8)
 
     def add_up(self, flat: Array, kind: int) -> None:
-        """Replace a row by its sums over all ranks.
+        """Sum an array over all ranks, in place.
 
         Args:
-            flat: The row.
-            kind: The number of this exchange, the same on all ranks.
+            flat: One-dimensional array.
+            kind: Identifies the type of collective, see `Mesh.swap`.
         """
         is_small = flat.nbytes <= MAX_WHOLE_BYTES
         if not self._nodes.are_shared or (is_small and len(self._all) <= MOST):
@@ -73,18 +74,18 @@ class RankSums:
             self._by_lanes(flat, kind)
 
     def can_carry(self, flat: Array) -> bool:
-        """Return True if a row of bytes can be sent along with a sum. All ranks get the same answer."""
+        """Return True if `add_up_with` supports this array. All ranks get the same result."""
         return len(self._all) <= MOST and (flat.nbytes <= MAX_WHOLE_BYTES or not self._nodes.are_shared)
 
     def add_up_with(self, flat: Array, row: Array, kind: int) -> list[Array]:
-        """Replace a row by its sums over all ranks. Return the bytes that each rank sent along, equally many."""
+        """Sum `flat` over all ranks, in place, and gather every rank's `row`. Rows must have the same length."""
         rows = {rank: row if rank == self._rank else np.empty_like(row) for rank in self._all}
         way = self._whole if flat.nbytes <= MAX_WHOLE_BYTES else self._in_parts
         way(self._all, flat, kind, rows)
         return list(rows.values())
 
     def tell(self, flat: Array, kind: int) -> None:
-        """Replace a row by rank 0's. Each rank sends few messages, and one goes between two nodes."""
+        """Broadcast an array from rank 0, in place. Ranks send few messages, and at most one goes to each node."""
         if self._rank in self._nodes.leaders:
             self._spread(self._nodes.leaders, flat, kind)
         self._spread(self._beside, flat, kind)
@@ -92,7 +93,7 @@ class RankSums:
     # ------------------------------------------------------------------------------------ several nodes
 
     def _by_leaders(self, flat: Array, kind: int) -> None:
-        """Sum on each node, then among the first ranks of the nodes, which send the result to the others."""
+        """Sum on each node, then among the nodes' first ranks, which broadcast the result on their nodes."""
         beside = self._beside
         self._among(beside, flat, kind, is_small=True)
         if self._rank == beside[0]:
@@ -100,7 +101,10 @@ class RankSums:
         self._spread(beside, flat, kind)
 
     def _by_lanes(self, flat: Array, kind: int) -> None:
-        """Sum by lanes. However many ranks a node has, twice the array leaves it, as with a ring of all ranks."""
+        """Reduce-scatter on each node, all-reduce each part between nodes, then all-gather on each node.
+
+        As in a ring over all ranks, each node sends about twice the array, however many ranks it has.
+        """
         beside, lanes = self._beside, self._nodes.lanes
         parts, owners = _divided(flat, len(lanes)), beside[: len(lanes)]
         self._collect(beside, owners, parts, kind)
@@ -112,13 +116,13 @@ class RankSums:
     # ------------------------------------------------------------------------------------ some ranks
 
     def _among(self, ranks: Sequence[int], flat: Array, kind: int, is_small: bool) -> None:
-        """Replace a row by its sums over these ranks, which must all do so now.
+        """Sum an array over some ranks, in place. All of these ranks must call this at the same time.
 
         Args:
-            ranks: The ranks that take part.
-            flat: The row.
-            kind: The number of this exchange, the same on all ranks.
-            is_small: True if the array may be sent more than twice, if that takes fewer messages.
+            ranks: The participating ranks.
+            flat: One-dimensional array.
+            kind: Identifies the type of collective, see `Mesh.swap`.
+            is_small: True if a rank may send the array more than twice to save messages.
         """
         if len(ranks) == 1:
             return
@@ -131,9 +135,10 @@ class RankSums:
             self._in_parts(ranks, flat, kind)
 
     def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
-        """Send the whole array from every rank to every other. There is only one wait, which is what small arrays cost.
+        """Send the whole array from every rank to every other, then sum locally.
 
-        With `rows`, each rank also sends its row, and receives the others' rows into `rows`.
+        This needs only one round of messages, and latency dominates the cost of small arrays. With `rows`, each rank
+        also sends its own row, and receives the other ranks' rows into `rows`.
         """
         others = self._without_self(ranks)
         received = self._room(others, flat.dtype, len(flat))
@@ -141,7 +146,7 @@ class RankSums:
         _add_in_order({**received, self._rank: flat}, flat)
 
     def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
-        """Let each rank add up a part and send the sums to all. Each sends twice the array, however many there are."""
+        """Reduce-scatter, then all-gather. Each rank sends about twice the array, however many ranks there are."""
         parts = _divided(flat, len(ranks))
         self._collect(ranks, ranks, parts, kind, rows)
         self._distribute(ranks, ranks, parts, kind)
@@ -154,7 +159,10 @@ class RankSums:
         kind: int,
         rows: Mapping[int, Array] = _NO_ROWS,
     ) -> None:
-        """Let each of `owners` add up its part over `ranks`. `rows` are as in `_whole`, if all ranks are owners."""
+        """Reduce-scatter: each owner sums its part over all of `ranks`.
+
+        `rows` are sent along as in `_whole`. This requires that all ranks are owners.
+        """
         of_others = {owner: part for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
         outgoing = {owner: self._with_own(part, rows) for owner, part in of_others.items()}
         if self._rank not in owners:
@@ -167,7 +175,7 @@ class RankSums:
             _add_in_order({**received, self._rank: own}, own)
 
     def _distribute(self, ranks: Sequence[int], owners: Sequence[int], parts: Sequence[Array], kind: int) -> None:
-        """Let each of `owners` send its part to all of `ranks`."""
+        """All-gather: each owner sends its part to all of `ranks`."""
         incoming = {owner: as_bytes(part) for owner, part in zip(owners, parts, strict=True) if owner != self._rank}
         outgoing = {}
         if self._rank in owners:
@@ -175,7 +183,7 @@ class RankSums:
         self._mesh.swap(outgoing, incoming, kind)
 
     def _by_tree(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """Sum up a tree to the first of these ranks, then send the sums down the tree. Few messages for each rank."""
+        """Reduce up a tree to the first rank, then broadcast down the tree. This takes few messages per rank."""
         above, below = tree(ranks, self._rank)
         if below:
             received = self._room(below, flat.dtype, len(flat))
@@ -186,24 +194,24 @@ class RankSums:
         self._spread(ranks, flat, kind)
 
     def _spread(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """Send the row of the first of these ranks to the others."""
+        """Broadcast the array of the first of `ranks` to the rest, in place."""
         above, passed_on = tree(ranks, self._rank)
         if above is not None:
             self._mesh.swap({}, {above: as_bytes(flat)}, kind)
         if passed_on:
             self._mesh.swap(dict.fromkeys(passed_on, as_bytes(flat)), {}, kind)
 
-    # ------------------------------------------------------------------------------------ numbers
+    # ------------------------------------------------------------------------------------ buffers
 
     def _with_own(self, flat: Array, rows: Mapping[int, Array]) -> Message:
-        """Return numbers as a message, followed by this rank's row if there are rows."""
+        """Return the array as a message. If there are rows, append this rank's row."""
         return (as_bytes(flat), as_bytes(rows[self._rank])) if rows else as_bytes(flat)
 
     def _without_self(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if rank != self._rank]
 
     def _room(self, ranks: Collection[int], dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
-        """Return an array for each of these ranks, in reused memory, because fresh memory costs as much as the sum."""
+        """Return a receive buffer for each rank. Reuse memory, because allocating it costs as much as the sum."""
         num_bytes = num_numbers * dtype.itemsize
         if len(self._scratch) < num_bytes * len(ranks):
             self._scratch = np.empty(num_bytes * len(ranks), np.uint8)
@@ -212,7 +220,7 @@ class RankSums:
 
 
 def as_bytes(row: Array) -> memoryview:
-    """Return the same memory as bytes. Goes through NumPy, because `memoryview` lacks some types of numbers."""
+    """Return a byte view of the array. It goes through NumPy, because `memoryview` does not support all dtypes."""
     return row.view(np.uint8).data
 
 
@@ -228,12 +236,12 @@ def _divided(flat: Array, num_parts: int) -> list[Array]:
 
 
 def doubled(size: int) -> list[int]:
-    """Return 1, 2, 4 and so on, below `size`."""
+    """Return the powers of two below `size`."""
     return [1 << exponent for exponent in range((size - 1).bit_length())]
 
 
 def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
-    """Put the sum of the terms, added in the order of ranks, into `target`. It is one of the terms."""
+    """Sum the terms in rank order into `target`, which is one of the terms."""
     first, second, *more = (terms[rank] for rank in sorted(terms))
     total = target if not more or target is first or target is second else first
     np.add(first, second, out=total)
@@ -245,17 +253,17 @@ def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the ranks of a group.
+    """Maps a group's ranks to nodes.
 
     Attributes:
-        hosts: The address of each rank's node, by rank. The same on all ranks.
+        hosts: The address of each rank's node, by rank. Must be identical on all ranks.
     """
 
     hosts: tuple[str, ...]
 
     @cached_property
     def ranks(self) -> list[list[int]]:
-        """Ranks of each node. Nodes are in the order of their first ranks."""
+        """The ranks of each node. Nodes are ordered by their first rank."""
         found: dict[str, list[int]] = {}
         for rank, host in enumerate(self.hosts):
             found.setdefault(host, []).append(rank)
@@ -263,17 +271,20 @@ class Nodes:
 
     @cached_property
     def are_shared(self) -> bool:
-        """True if there are several nodes, and one of them has several ranks."""
+        """True if there are several nodes and any of them has several ranks."""
         return 1 < len(self.ranks) < len(self.hosts)
 
     @cached_property
     def leaders(self) -> list[int]:
-        """First rank of each node."""
+        """The first rank of each node."""
         return [ranks[0] for ranks in self.ranks]
 
     @cached_property
     def lanes(self) -> list[list[int]]:
-        """Ranks that exchange a part with each other, one on each node. As many lanes as every node has ranks."""
+        """Lanes: lists of ranks that reduce one part among them, with one rank per node.
+
+        The node with the fewest ranks determines the number of lanes.
+        """
         return [list(lane) for lane in zip(*self.ranks, strict=False)]
 
     @cached_property
@@ -282,14 +293,15 @@ class Nodes:
         return [rank for ranks in self.ranks for rank in ranks]
 
     def beside(self, rank: int) -> list[int]:
-        """Return the ranks on the node of a rank, itself included."""
+        """Return all ranks on the node of `rank`, including `rank`."""
         return next(ranks for ranks in self.ranks if rank in ranks)
 
 
 def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
-    """Return from which rank a rank gets a message of the first of `ranks`, and to which it passes it on, in order.
+    """Return a rank's parent and children in the broadcast tree that starts at the first of `ranks`.
 
-    The number of ranks that have the message doubles in each round.
+    Children are in the order in which the rank sends to them. The number of ranks that have the message doubles in each
+    round.
     """
     place, above = list(ranks).index(rank), None
     reach = 1
@@ -310,22 +322,22 @@ PIECE_BYTES = 2**20
 
 
 ChainTransfer: TypeAlias = Callable[[Mapping[int, Bytes], Mapping[int, Bytes]], None]
-"""Sends bytes to some ranks and receives from some, all at the same time, like `Mesh.swap`."""
+"""Sends messages to some ranks and receives messages from some ranks, all at the same time, like `Mesh.swap`."""
 
 
 class Chain:
-    """One rank's place in a chain that passes bytes from one rank through several others.
+    """One rank's position in a chain that transfers bytes from one rank through several others.
 
-    The bytes go in pieces, and a rank receives one piece while it sends the one before. So all ranks have everything
-    after about the time of one transfer, whatever their number, and the source sends it once. ADR 35 explains why the
-    source does not send to each rank.
+    The bytes are sent in pieces, and each rank receives one piece while it sends the previous piece. The whole chain
+    therefore takes little longer than one transfer, whatever its length, and the source sends the bytes only once.
+    ADR 35 explains why the source does not send to each rank directly.
 
     Args:
-        move: Moves pieces between this rank and its neighbors.
+        move: Transfers pieces between this rank and its neighbors.
         rank: This rank.
         source: The rank that has the bytes.
-        takers: The ranks that receive them, in the order of the chain. All ranks pass the same order.
-        piece_bytes: Size of a piece, the same on all ranks.
+        takers: The ranks that receive the bytes, in chain order. Must be the same on all ranks.
+        piece_bytes: Size of a piece. Must be the same on all ranks.
     """
 
     def __init__(
@@ -338,7 +350,7 @@ class Chain:
         self._after = way[place + 1] if place + 1 < len(way) else None
 
     def pass_on(self, *parts: Bytes) -> None:
-        """At the source, send the parts. Elsewhere, fill them, and send each piece on while the next one arrives."""
+        """Send the buffers at the source. At other ranks, receive into them and forward each piece to the next rank."""
         held: Bytes | None = None
         for piece in self._pieces(parts):
             if self._before is None:
