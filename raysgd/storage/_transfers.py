@@ -162,7 +162,7 @@ def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()
     if info.size is not None and target.tell() != info.size:
         raise OSError(f"received {target.tell():,} bytes of a file of {info.size:,}")
     if checksums and checksum.hexdigest() not in checksums:
-        raise OSError("its content has changed since it was written: its checksum differs")
+        raise OSError("its content was altered after it was written: its checksum differs")
 
 
 def new_checksum() -> Any:

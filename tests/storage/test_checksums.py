@@ -12,7 +12,7 @@ from tests.helpers.store_damage import alter
 from tests.storage.conftest import KINDS
 
 IN_STORES = [kind for kind in KINDS if kind not in ("local", "file-uri")]
-ALTERED = "its content has changed"
+ALTERED = "its content was altered"
 
 
 @pytest.fixture(params=IN_STORES)

@@ -105,7 +105,7 @@ class TestModels:
             ({"wrap_ddp": False, "parallel_strategy": "ddp"}, "set the same option"),
             (
                 {"parallel_strategy": "fsdp", "parallel_strategy_kwargs": {"cpu_offload": True}},
-                "has cpu_offload: .*min_block_parameters",
+                "has cpu_offload. .*min_block_parameters",
             ),
         ],
     )
