@@ -224,7 +224,8 @@ def _unpack(data: Any, folder: Path) -> None:
             archive.extractall(folder, filter="data")
     except (tarfile.TarError, TypeError) as error:
         raise CheckpointCorruptedError(
-            f"The checkpoint's archive cannot be unpacked into {folder}: {error}. Nothing outside of it was written."
+            f"The checkpoint's archive cannot be unpacked into {folder}: {error}. Nothing outside this folder was "
+            "written."
         ) from error
 
 

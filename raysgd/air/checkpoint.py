@@ -80,7 +80,7 @@ class Checkpoint:
         named = [name for name, value in given.items() if value is not None]
         if len(named) != 1:
             raise ValueError(
-                f"A checkpoint is made from one of {', '.join(f'`{name}`' for name in given)}; given: "
+                f"A checkpoint needs exactly one of {', '.join(f'`{name}`' for name in given)}; given: "
                 f"{', '.join(named) or 'none of them'}."
             )
         self._content: Content
@@ -390,7 +390,7 @@ class TensorflowCheckpoint(Checkpoint):
         content = self.to_dict()
         if MODEL_KEY not in content:
             raise RuntimeError(
-                f'The checkpoint has no "{MODEL_KEY}", but {sorted(content)}: make it with `from_model`.'
+                f'The checkpoint has no "{MODEL_KEY}". Available: {sorted(content)}. Create it with `from_model`.'
             )
         weights = content[MODEL_KEY]
         if not isinstance(weights, list | tuple):

@@ -354,8 +354,8 @@ class ScalingConfig:
             )
         if labels and self.is_elastic:
             raise ValueError(
-                f"`label_selector={labels!r}` and `num_workers={self.num_workers!r}`: with a range, room is counted on "
-                "all nodes. Pass one number of workers, or a custom resource in `resources_per_worker`."
+                f"`label_selector={labels!r}` and `num_workers={self.num_workers!r}`: with a range, resources are "
+                "counted on all nodes. Pass a fixed `num_workers`, or a custom resource in `resources_per_worker`."
             )
 
     def _check_gpus(self) -> None:
@@ -491,7 +491,7 @@ def _checked_workers(num_workers: Any) -> int | tuple[int, int]:
     are_counts = all(is_integer(each) and 1 <= each <= MAX_WORKERS for each in pair)
     if len(pair) != 2 or not are_counts or pair[0] > pair[1]:
         raise InvalidCountError(
-            f"`num_workers={num_workers!r}`: need an integer from 1 to {MAX_WORKERS}, or two, the least first. "
+            f"`num_workers={num_workers!r}`: need an integer from 1 to {MAX_WORKERS}, or two, the smaller one first. "
             f"{_HINT_WORKERS}"
         )
     least, most = map(int, pair)
@@ -566,7 +566,7 @@ class DatasetConfig:
                 raise ValueError(f"`dataset_config[{name!r}]={config!r}`: need a `DatasetConfig`.")
             before = a.get(name, a.get(WILDCARD_KEY))
             if before is None:
-                raise ValueError(f"`dataset_config` names {name!r}: this trainer knows {sorted(a)}.")
+                raise ValueError(f"`dataset_config` names {name!r}. Available: {sorted(a)}.")
             merged[name] = before.updated(config)
         return merged
 
@@ -592,9 +592,7 @@ class DatasetConfig:
             raise ValueError(f"`datasets` lacks {sorted(missing)}, which `dataset_config` requires.")
         unknown = [] if WILDCARD_KEY in filled else sorted(set(datasets) - set(filled))
         if unknown:
-            raise ValueError(
-                f"`datasets` has {unknown}, of which `dataset_config` says nothing: it has {sorted(filled)}."
-            )
+            raise ValueError(f"`datasets` has {unknown}, but `dataset_config` has only {sorted(filled)}.")
         return filled
 
 

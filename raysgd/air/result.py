@@ -112,11 +112,11 @@ class Result:
         if mode not in (MAX, MIN):
             raise ValueError(f'`mode={mode!r}`: allowed are "{MAX}" and "{MIN}".')
         if not self.best_checkpoints:
-            raise RuntimeError("The run has kept no checkpoint, so there is no best one.")
+            raise RuntimeError("The run has retained no checkpoint, so there is no best one.")
         having = [kept for kept in self.best_checkpoints if value_at(kept[1], metric) is not None]
         if not having:
             known = sorted({key for _, metrics in self.best_checkpoints for key in flattened(metrics)})
-            raise RuntimeError(f"`metric={metric!r}`: no checkpoint was reported with it. The metrics are {known}.")
+            raise RuntimeError(f"`metric={metric!r}`: no checkpoint was reported with this metric. Available: {known}.")
         judged = [
             SavedCheckpoint(number, as_score(value_at(metrics, metric)), checkpoint)
             for number, (checkpoint, metrics) in enumerate(having)

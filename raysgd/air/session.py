@@ -88,7 +88,7 @@ def _arguments_of(
     if len(given) != 1 or not isinstance(given[0], dict) or kwargs:
         beside = sorted(kwargs if checkpoint is None else [*kwargs, "checkpoint"])
         raise TypeError(
-            "`report` takes either keywords, `report(loss=0.1)`, or one dict and perhaps a checkpoint, "
+            "`report` accepts either keywords, `report(loss=0.1)`, or one dict and optionally a checkpoint, "
             "`report({'loss': 0.1}, checkpoint=...)`; it was given "
             f"{', '.join(f'{each!r:.200}' for each in given) or 'no dict'} and the keywords {beside}."
         )

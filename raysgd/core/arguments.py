@@ -155,8 +155,9 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
         inspect.signature(operator_cls).bind(config={}, context=None)
     except TypeError:
         raise TypeError(
-            f"`{name}.__init__{inspect.signature(operator_cls)}` does not take what workers pass, `config` and "
-            f"`context`: rename it to `setup(self, config)`, and pass values as `config={{...}}` to the trainer."
+            f"`{name}.__init__{inspect.signature(operator_cls)}` does not accept the arguments that workers "
+            f"pass, `config` and `context`. Rename it to `setup(self, config)`, and pass values as `config={{...}}` to "
+            "the trainer."
         ) from None
     rungs = [rung for rung in dir(base) if not rung.startswith("_") and callable(getattr(base, rung))]
     own = {rung for rung in rungs if getattr(operator_cls, rung) is not getattr(base, rung)}
@@ -215,9 +216,7 @@ def check_hook(hook: Any) -> None:
     if not takes(hook):
         name = getattr(hook, "__name__", repr(hook))
         line = f"def {name}():" if name.isidentifier() else "def hook():"
-        raise TypeError(
-            f"`initialization_hook={name}`: it is called without arguments, in each worker. Write `{line}`."
-        )
+        raise TypeError(f"`initialization_hook={name}`: each worker calls the hook without arguments. Write `{line}`.")
 
 
 def takes(function: Callable[..., Any], *arguments: Any) -> bool:
@@ -250,7 +249,7 @@ def check_creator(name: str, creator: Any, *parameters: str) -> None:
     kind = creator if is_class else type(creator)
     is_object = not callable(creator) or (not is_class and any(base in _NO_FUNCTIONS for base in _bases_of(kind)))
     taken = ", ".join(parameters)
-    line = f"Write `def {name}({taken}):`, and make it there"
+    line = f"Write `def {name}({taken}):`, and create the object in this function"
     if is_object:
         is_plain = isinstance(creator, int | float | str | bytes | None)
         found = f"`{name}={creator!r}`" if is_plain else f"`{name}` is an object of `{kind.__name__}`"
@@ -259,7 +258,7 @@ def check_creator(name: str, creator: Any, *parameters: str) -> None:
     if is_optimizer or not takes(creator, *parameters):
         found = f"the class `{kind.__name__}`" if is_class else f"`{getattr(creator, '__name__', creator)}`"
         raise ValueError(
-            f"`{name}` is {found}, which does not take what workers call it with: `{taken}`. {line}"
+            f"`{name}` is {found}, which does not accept the arguments that workers pass: `{taken}`. {line}"
             f"{f': `return {kind.__name__}(...)`' if is_class else ''}."
         )
 
@@ -373,8 +372,8 @@ def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
     given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
     if obstacle is not None and given:
         logger.warning(
-            "%s: no effect inside an epoch, because %s. After a failure the call is run again from its beginning, and "
-            "growing waits for the next one; shorter calls (`num_steps`) lose less",
+            "%s: no effect inside an epoch, because %s. After a failure, the call restarts from its beginning, and "
+            "the group grows only with the next call. Shorter calls (`num_steps`) lose less progress",
             given,
             obstacle,
         )
@@ -404,7 +403,8 @@ def check_runtime_env(name: str, value: Any) -> None:
     """
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(
-            f'`{name}={value!r}`: need a dict as Ray takes it, such as `{{"env_vars": {{"NAME": "value"}}}}`, or None.'
+            f'`{name}={value!r}`: need a dict as Ray accepts it, such as `{{"env_vars": {{"NAME": "value"}}}}`, or '
+            "None."
         )
 
 

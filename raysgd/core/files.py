@@ -207,7 +207,7 @@ def make_folder(name: str, path: str | os.PathLike[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"`{name}={str(path)!r}`: the folder cannot be made ({error.strerror}). Pass one that you may write to."
+            f"`{name}={str(path)!r}`: the folder cannot be made ({error.strerror}). Pass a writable folder."
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"`{name}={str(path)!r}`: you may not write there. Pass a folder that you may write to.")
+        raise ValueError(f"`{name}={str(path)!r}`: this folder is not writable. Pass a writable folder.")

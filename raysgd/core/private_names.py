@@ -373,8 +373,8 @@ def require_names(owner: Any, *names: str) -> None:
         modules = [owner.__name__] if isinstance(owner, ModuleType) else [each.__module__ for each in classes]
         package = next(each for each in (module.partition(".")[0] for module in modules) if each in TESTED)
         raise ImportError(
-            f"`{package}` {getattr(sys.modules[package], '__version__', '')} has no "
-            f"{', '.join(f'`{name}`' for name in missing)} any more, without which raysgd would train wrongly. "
+            f"`{package}` {getattr(sys.modules[package], '__version__', '')} no longer has "
+            f"{', '.join(f'`{name}`' for name in missing)}, which raysgd needs to train correctly. "
             f'Run: pip install "{package}<={TESTED[package]}"'
         )
 

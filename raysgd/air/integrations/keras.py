@@ -134,5 +134,5 @@ def _chosen(metrics: Metrics, logs: Mapping[str, Any]) -> dict[str, Any]:
     names = metrics if isinstance(metrics, Mapping) else {name: name for name in _several(metrics)}
     missing = [name for name in names.values() if name not in logs]
     if missing:
-        raise KeyError(f"Keras has no metric {missing[0]!r} here: it has {', '.join(logs) or 'none'}.")
+        raise KeyError(f"Keras has no metric {missing[0]!r} at this event. Available: {', '.join(logs) or 'none'}.")
     return {own: logs[name] for own, name in names.items()}

@@ -84,7 +84,7 @@ def check_columns(feature_columns: Any, data: Any) -> None:
     if feature_columns is not None and not (is_frame(data) or isinstance(data, Mapping)):
         raise ValueError(
             f"`feature_columns={feature_columns!r}` with a `{type(data).__name__}`, which has no named columns: pass a "
-            "dict or a data frame, or leave it out."
+            "dict or a data frame, or omit `feature_columns`."
         )
 
 
@@ -118,7 +118,7 @@ def as_arrays(data: Any, in_columns: bool = False) -> Any:
     strange = [name for name in data.columns if data[name].dtype.kind not in "biuf"]
     if strange:
         raise ValueError(
-            f"The data frame has columns that are not numbers, {strange}: name those that the model gets with "
+            f"The data frame has non-numeric columns, {strange}. Select the model's input columns with "
             "`feature_columns`, or pass a dict of arrays."
         )
     return data.to_numpy()

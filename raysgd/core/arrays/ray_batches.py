@@ -133,7 +133,7 @@ class RayBatches:
             import ray
 
             raise RuntimeError(
-                f"Ray {ray.__version__} cannot divide a dataset so that every worker has whole batches and no row is "
+                f"Ray {ray.__version__} cannot shard a dataset so that every worker has whole batches and no row is "
                 'lost. Run: pip install --upgrade "ray[data]>=2.55"'
             )
         assert self.batch_size is not None, "`sized` comes first"
@@ -198,8 +198,8 @@ class RayLoader:
     def _whole(self) -> Any:
         if self.world.is_distributed:
             raise RuntimeError(
-                "This worker has no part of the Ray Data dataset yet: the driver divides it when `train` or `validate` "
-                "begins. Iterate over the batches that `train_epoch` and `validate` get."
+                "This worker has no shard of the Ray Data dataset yet, because the driver shards the dataset when "
+                "`train` or `validate` begins. Iterate over the batches that `train_epoch` and `validate` get."
             )
         return self.batches.shares(1)[0].iterator
 
@@ -252,5 +252,5 @@ def formed(columns: Any, form: BatchForm, join: Callable[[list[Any]], Any]) -> A
 
 def _column(batch: Mapping[str, Any], name: str) -> Any:
     if name not in batch:
-        raise ValueError(f"The dataset has no column {name!r}: it has {sorted(batch)}.")
+        raise ValueError(f"The dataset has no column {name!r}. Available: {sorted(batch)}.")
     return batch[name]

@@ -27,7 +27,7 @@ def are_cpus_free() -> bool:
     if ray.available_resources().get("CPU", 0) >= 1:
         return True
     logger.warning(
-        "the workers hold all CPUs of the cluster, and Ray Data reads and transforms in tasks that need a CPU each: "
-        "they may wait for ever. Use fewer workers, give each fewer CPUs, or add nodes"
+        "the workers hold all CPUs of the cluster, and Ray Data reads and transforms in tasks that need a CPU each, so "
+        "these tasks may wait forever. Use fewer workers, give each fewer CPUs, or add nodes"
     )
     return False

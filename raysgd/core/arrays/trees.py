@@ -75,8 +75,8 @@ def _check_alike(trees: Sequence[Any], kind_of: Callable[[Any], Any]) -> None:
     if other != kinds[0]:
         raise ValueError(
             f"The outputs of two batches cannot be joined: one has {kinds[0]} where another has {other}. Return "
-            "outputs of one form from `predict_batch`, for example padded to one length, or pass `streaming=True` to "
-            "get them batch by batch."
+            "outputs of the same structure from `predict_batch`, for example padded to one length, or pass "
+            "`streaming=True` to get them batch by batch."
         )
 
 

@@ -215,7 +215,7 @@ class Accounts:
         if self._once.is_first("largest bin"):
             advice = _ADVICE[words]
             logger.warning(
-                "%.0f %% of the time in training calls goes into %s.%s `print(trainer.ledger())` shows all",
+                "%.0f %% of the time in training calls goes into %s.%s `print(trainer.ledger())` shows all shares",
                 100 * share,
                 words,
                 "" if any(option in advice for option in self._used) else f" Try this: {advice}.",

@@ -33,7 +33,7 @@ def refuse_taken(name: Any) -> None:
         ValueError: The name is taken.
     """
     if name in _TAKEN:
-        raise ValueError(f"a metric is called `{name}`, which the library reports: call it `my_{name}`, for example.")
+        raise ValueError(f"the metric name `{name}` is reserved for the library: use another, such as `my_{name}`.")
 
 
 def weight_of(name: Any) -> str:
@@ -135,7 +135,9 @@ def value_here(state: CapturedMetric, name: str) -> Any:
     try:
         return state.value()
     except Exception as error:  # only the merged metric matters, and computing that raises an error
-        logger.warning("metric `%s` has no value on the share of this worker alone: %s", name, error)
+        logger.warning(
+            "metric `%s` cannot be computed on this worker's share alone, so it reports NaN: %s", name, error
+        )
         return math.nan
 
 

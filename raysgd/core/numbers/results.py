@@ -52,11 +52,11 @@ class Metrics(dict[str, Any]):
         return card("Result", two_column_table(shown.items()))
 
     def __missing__(self, name: object) -> Any:
-        raise KeyError(f"{name!r}: this result has {', '.join(map(repr, self)) or 'nothing'}")
+        raise KeyError(f"{name!r} is not in this result. Available: {', '.join(map(repr, self)) or 'nothing'}")
 
     def _counted(self, name: str) -> float:
         if name not in self:
-            raise AttributeError(f"This result has no {name!r}; it has {', '.join(map(repr, self)) or 'nothing'}.")
+            raise AttributeError(f"This result has no {name!r}. Available: {', '.join(map(repr, self)) or 'nothing'}.")
         count: float = self[name]
         return count
 

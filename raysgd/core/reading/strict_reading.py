@@ -105,8 +105,8 @@ def refusals_of(name: str, advice: str = "") -> Iterator[None]:
 def corrupted(name: str, finding: str) -> CheckpointCorruptedError:
     """Return the error for a file that differs from what was written."""
     return CheckpointCorruptedError(
-        f"`{name}` is no intact checkpoint: {finding}. It was damaged, or not copied to its end. Copy it again from "
-        "where it came from, or load an earlier checkpoint."
+        f"`{name}` is not an intact checkpoint: {finding}. The file was damaged or only partly copied. Copy it again "
+        "from its source, or load an earlier checkpoint."
     )
 
 
@@ -123,8 +123,8 @@ def check_format(name: str, found: Any, newest: int) -> None:
     """
     if not isinstance(found, int) or found > newest:
         raise ValueError(
-            f"`{name}` is in checkpoint format {str(found)[:20]}; this version of raysgd knows formats up to {newest}. "
-            "Upgrade raysgd to read it."
+            f"`{name}` is in checkpoint format {str(found)[:20]}; this version of raysgd supports formats up to "
+            f"{newest}. Upgrade raysgd to read it."
         )
 
 
@@ -136,7 +136,7 @@ def checked_state(loaded: Any, name: str, keys: Collection[str]) -> dict[str, An
     """
     hint = f"a training state, as a trainer's `state_dict()` returns it, has {list(keys)}."
     if not isinstance(loaded, dict):
-        raise ValueError(f"`{name}` holds a `{type(loaded).__name__}`, no training state; {hint}")
+        raise ValueError(f"`{name}` holds a `{type(loaded).__name__}`, not a training state; {hint}")
     missing = [key for key in keys if key not in loaded]
     if missing:
         raise ValueError(f"`{name}` holds no training state: it lacks {missing}; {hint}")

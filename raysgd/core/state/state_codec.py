@@ -290,8 +290,8 @@ def _reduced(tensor: torch.Tensor) -> Any:
     """
     if hasattr(tensor, "full_tensor"):
         raise ValueError(
-            "The state holds this worker's part of a divided model or optimizer: in a training function save what "
-            "`raysgd.train.torch.gather_state` returns of it, which all workers have to call."
+            "The state holds only this worker's shard of a model or optimizer. In a training function, save the result "
+            "of `raysgd.train.torch.gather_state` instead. All workers have to call it."
         )
     return (tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 

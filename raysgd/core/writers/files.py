@@ -286,7 +286,7 @@ class EventFile(Sink):
 
     def _warn(self, name: str, value: Any) -> None:
         if self._once.is_first(name):
-            logger.warning("`%s` is not written for TensorBoard: it is a %s", name, type(value).__name__)
+            logger.warning("`%s` is not written for TensorBoard, because its value is a %s", name, type(value).__name__)
 
 
 def _writer_in(folder: Path) -> Any:

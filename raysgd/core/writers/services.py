@@ -145,7 +145,7 @@ class MLflowRun(ServiceRun):
         try:
             self._service.log_params(parameters)
         except self._service.exceptions.MlflowException as error:
-            logger.warning("MLflow does not take all parameters: %s", masked(str(error)))
+            logger.warning("MLflow rejected some parameters, which are skipped: %s", masked(str(error)))
             for name, value in parameters.items():
                 with suppress(self._service.exceptions.MlflowException):
                     self._service.log_param(name, value)

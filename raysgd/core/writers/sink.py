@@ -162,7 +162,7 @@ def failures_warned(owner: str, warned: Once) -> Iterator[None]:
         kind = type(error).__name__
         if warned.is_first(kind):
             logger.warning(
-                "%s: could not write (%s: %s); the run continues, and it tries again with the next result",
+                "%s: could not write (%s: %s); the run continues, and the next result is tried again",
                 owner,
                 kind,
                 masked(str(error)),
