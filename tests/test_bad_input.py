@@ -278,8 +278,11 @@ MISTAKES: list[tuple[Callable[[TorchTrainer], object], str]] = [
     (lambda trainer: EarlyStopping(monitor="loss"), '`EarlyStopping` does not know `monitor`: write `EarlyStopping("'),  # type: ignore[call-arg]
     (lambda trainer: EarlyStopping(pace=3), 'not know `pace`: write `EarlyStopping("val_loss", patience=3)`'),  # type: ignore[call-arg]
     (lambda trainer: Checkpointing(save_top_k=3), 'write `metric="val_loss", keep_best=3`'),  # type: ignore[call-arg]
-    (lambda trainer: trainer.train()["loss"], "'loss': this result has 'num_samples', 'epoch', 'batch_count', 'train_"),
-    (lambda trainer: TorchTrainer(with_setup(__init__=lambda self, lr=1: None)), "rename it to `setup(self, config)`"),
+    (
+        lambda trainer: trainer.train()["loss"],
+        "'loss' is not in this result. Available: 'num_samples', 'epoch', 'batch_count', 'train_",
+    ),
+    (lambda trainer: TorchTrainer(with_setup(__init__=lambda self, lr=1: None)), "Rename it to `setup(self, config)`"),
     (lambda trainer: TorchTrainer(torch.nn.Linear(1, 1)), "Create the model in the `setup` of one."),
     (lambda trainer: TorchTrainer(type("Lit", (Module,), {})), "`TrainingOperator.from_ptl(Lit)` makes one"),
     (lambda trainer: TorchTrainer(TRAINER), "A subclass of `raysgd.operators.HuggingFaceOperator`"),

@@ -80,8 +80,8 @@ def _check_known(argument: str, uri: str) -> None:
         ) from error
     except ValueError:
         raise ValueError(
-            f"`{argument}={masked(uri)!r}`: `{scheme}` is unknown; allowed are paths, `file`, {_NAMED}, and "
-            "what fsspec knows. For anything else pass `filesystem`."
+            f"`{argument}={masked(uri)!r}`: `{scheme}` is unknown. Allowed are paths, `file`, {_NAMED}, "
+            "and the schemes of fsspec. For anything else pass `filesystem`."
         ) from None
 
 

@@ -272,8 +272,8 @@ class StoreFolder(Folder):
         outside = [name for name in found if not lies_inside(name)]
         if outside:
             raise StorageError(
-                f"could not read `{self}`: the store says that {outside[0]!r} is in it, which no folder can "
-                "have. Remove it there, if you trust the rest."
+                f"could not read `{self}`: the store lists the entry {outside[0]!r}, which cannot be inside a folder. "
+                "Remove this entry from the store, if you trust the rest."
             )
         if not found and not self.exists():
             raise self._missing()

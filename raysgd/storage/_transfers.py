@@ -47,7 +47,7 @@ def tree_of(root: Path) -> tuple[list[str], list[str]]:
             if entry.is_dir():
                 real = os.path.realpath(entry.path)
                 if real in above:
-                    raise OSError(f"the link `{entry.path}` leads to a folder that it is in")
+                    raise OSError(f"the link `{entry.path}` leads to a folder that contains the link")
                 visit(name, (*above, real))
             elif entry.is_file():
                 files.append(name)
@@ -160,9 +160,9 @@ def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()
             checksum.update(piece)
             target.write(piece)
     if info.size is not None and target.tell() != info.size:
-        raise OSError(f"{target.tell():,} bytes came of a file of {info.size:,}")
+        raise OSError(f"received {target.tell():,} bytes of a file of {info.size:,}")
     if checksums and checksum.hexdigest() not in checksums:
-        raise OSError("its content was altered: it has another checksum than when it was written")
+        raise OSError("its content was altered after it was written: its checksum differs")
 
 
 def new_checksum() -> Any:

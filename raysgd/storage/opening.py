@@ -36,7 +36,7 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
         return _in(filesystem, text, argument)
     if "::" in text and "://" in text:
         raise ValueError(
-            f"`{argument}={masked(text)!r}`: to chain file systems, pass the object of fsspec with `filesystem=`."
+            f"`{argument}={masked(text)!r}`: to chain file systems, pass an fsspec file system as `filesystem=`."
         )
     if _uris.is_local(text):
         return LocalFolder(_uris.local_path_of(argument, text))
@@ -72,7 +72,7 @@ def _in(filesystem: Any, text: str, argument: str) -> Folder:
     """Return a folder in a file system that the user created."""
     if _uris.scheme_of(text) is not None:
         raise ValueError(
-            f"`{argument}={masked(text)!r}`: with `filesystem=` pass the path in it, such as 'bucket/results', "
+            f"`{argument}={masked(text)!r}`: with `filesystem=`, pass a path inside it, such as 'bucket/results', "
             "not a URI."
         )
     if _is_of(filesystem, "pyarrow.fs", "LocalFileSystem") or _is_of(

@@ -209,7 +209,7 @@ def _members(tar: Any) -> Iterator[tarfile.TarInfo]:
     # Check for the end-of-archive block.
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
-        raise tarfile.ReadError("the file is cut off or damaged: it has no mark at its end")
+        raise tarfile.ReadError("the file is truncated or damaged: its end marker is missing")
 
 
 def _key_and_field(name: str) -> tuple[str, str]:
@@ -228,7 +228,7 @@ def _sample(tar: tarfile.TarFile, key: str, members: Iterator[tarfile.TarInfo]) 
     for member in members:
         field = _key_and_field(member.name)[1]
         if field in sample:
-            raise ValueError(f"sample {key!r} has two files {field!r}: each sample of a tar file needs another name.")
+            raise ValueError(f"sample {key!r} has two files {field!r}: each sample of a tar file needs its own name.")
         content = tar.extractfile(member)
         assert content is not None, "a regular file"
         sample[field] = content.read()
@@ -315,7 +315,7 @@ class ParquetStream(TableStream):
         paths = [f"{table.metadata.schema.column(number).path}." for number in range(table.metadata.num_columns)]
         missing = [name for name in self._columns or () if not any(path.startswith(f"{name}.") for path in paths)]
         if missing:
-            raise ValueError(f"`columns={missing}` are not in it: it has {table.schema_arrow.names}.")
+            raise ValueError(f"`columns={missing}` are not in the file. Available: {table.schema_arrow.names}.")
         return table
 
     def _rows_of(self, file: StreamFile, start: int, groups: list[int] | None) -> Iterator[Any]:
@@ -372,7 +372,7 @@ def _rows_from(batches: Iterable[Any], start: int) -> Iterator[dict[str, Any]]:
             yield from _rows_of_batch(batch.slice(first, num_at_once))
         start = max(0, start - batch.num_rows)
     if start:
-        raise ValueError(f"the shard ends {start} rows ahead of the row to begin with.")
+        raise ValueError(f"the shard ends {start} rows before the first row to read.")
 
 
 def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:

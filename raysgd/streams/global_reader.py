@@ -305,7 +305,7 @@ class GlobalReader:
     def _batches(self, whole: _GlobalBatch, made: MadeBatches) -> Iterator[StreamBatch]:
         for number, (batch, (start, stop, num_global)) in enumerate(zip(made.batches, whole.parts, strict=True), 1):
             if batch is None and stop > start:
-                raise TypeError("`collate` returned None: it has to return a batch. To leave rows out, use `filter`.")
+                raise TypeError("`collate` returned None: it has to return a batch. To skip rows, use `filter`.")
             if self._pad:
                 batch = self._last_batch = self._last_batch if batch is None else batch
             place = number == 1, number == len(whole.parts)

@@ -66,14 +66,14 @@ def numbered_rows(
         yield number, DROPPED
         number, num_tries = number + 1, num_tries + 1
         if num_tries == _MOST_TRIES:
-            logger.warning("left out of a stream: the rest of shard %r, from row %d on", shard.name, number)
+            logger.warning("skipped in a stream: the rest of shard %r, from row %d on", shard.name, number)
             yield from ((left, DROPPED) for left in range(number, said or 0))
         if num_tries == _MOST_TRIES or number == said:
             return
     if said not in (None, number):
         raise StreamError(
-            f"shard {shard.name!r} has {number} rows, and not {said} as it said before: the position in a stream "
-            "counts rows, so its shards have to stay unchanged."
+            f"shard {shard.name!r} has {number} rows instead of the {said} that it had before. The position in a "
+            "stream counts rows, so its shards must not change."
         )
 
 

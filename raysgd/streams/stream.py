@@ -116,7 +116,7 @@ class Stream(ABC):
             check_seed(seed)
         rows = self._of_rows("shuffle")
         if rows.buffer > 1 or rows.limit is not None:
-            raise ValueError("`shuffle` after another `shuffle` or after `take`: a stream is shuffled once, before.")
+            raise ValueError("`shuffle` after another `shuffle` or after `take`: shuffle a stream once, before `take`.")
         return replace(rows, buffer=buffer, seed=seed)
 
     def take(self, num_rows: int) -> Pipeline:
@@ -187,7 +187,7 @@ class Stream(ABC):
         """Return the stream for a method that processes rows. Raise a `ValueError` if it is already batched."""
         rows = self._pipeline()
         if rows.batch_size is not None:
-            raise ValueError(f"`{name}` after `batch`: it is about rows, so it has to come first.")
+            raise ValueError(f"`{name}` after `batch`: `{name}` works on rows, so call it before `batch`.")
         return rows
 
     def _pipeline(self) -> Pipeline:
@@ -247,7 +247,7 @@ def from_row(rows: Iterator[RowT], start: int, at: int = 0) -> Iterator[RowT]:
     """
     at += sum(1 for _ in islice(rows, start - at))
     if at < start:
-        raise ValueError(f"`start={start}`: the shard has {at} rows only.")
+        raise ValueError(f"`start={start}`: the shard has only {at} rows.")
     return rows
 
 
@@ -261,8 +261,8 @@ def warn_of_row(error: StreamError) -> None:
     """Log a warning about a skipped row. After a few warnings per process, stop logging such rows."""
     number = next(_NUM_WARNINGS)
     if number < _MOST_WARNINGS:
-        more = "; further ones are counted and not named" if number == _MOST_WARNINGS - 1 else ""
-        logger.warning("left out of a stream: %s%s", error, more)
+        more = "; further skipped rows are counted, but not logged" if number == _MOST_WARNINGS - 1 else ""
+        logger.warning("skipped in a stream: %s%s", error, more)
 
 
 class RowStep(NamedTuple):

@@ -105,7 +105,7 @@ class PluginHooks(GroupHooks):
                 make_objects(self._make_object, made)
             known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
         except LostDuringCallError as lost:  # the next call runs into the same loss and handles it
-            logger.warning("%s, which stepped in", lost)
+            logger.warning("%s, while joining the group; the next call handles the loss", lost)
         self.workers.follow([known.get(info) for info in group.infos])
         self._infos = [info for info in group.infos if info in known]
 
@@ -117,7 +117,7 @@ class PluginHooks(GroupHooks):
         try:
             hook(self.workers, self._config)
         except LostDuringCallError as lost:  # the next call runs into the same loss and handles it
-            logger.warning("%s, in `on_training_start`", lost)
+            logger.warning("%s, in `on_training_start`; the next call handles the loss", lost)
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
         """Report that the call is repeated, and why."""

@@ -99,7 +99,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
         yield run_dir
         return
     local = Path(tempfile.mkdtemp(prefix=f"{run_dir.name}-", dir=_results()))
-    logger.info("callbacks write to %s, which goes to %s when the run ends", local, run_dir)
+    logger.info("callbacks write to %s; this folder is uploaded to %s when the run ends", local, run_dir)
 
     def save() -> None:
         try:
@@ -117,7 +117,7 @@ def _send(local: Path, run_dir: Folder) -> None:
     try:
         run_dir.upload(local)
     except StorageError as error:
-        raise StorageError(f"{error} What callbacks wrote is in `{local}`.") from error
+        raise StorageError(f"{error} The files of the callbacks are still in `{local}`.") from error
 
 
 def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
@@ -129,7 +129,7 @@ def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
     except FileNotFoundError:  # no checkpoints were saved
         pass
     except StorageError as error:
-        logger.error("callbacks do not find the checkpoints of the run: %s", error)
+        logger.error("could not download the run's checkpoints for the callbacks: %s", error)
 
 
 def _results() -> Path:

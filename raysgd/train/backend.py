@@ -194,7 +194,7 @@ def resolve(backend: str | BackendConfig) -> BackendConfig:
         hint = f": pass an instance, `{backend.__name__}()`" if inspect.isclass(backend) else ""
         raise TypeError(f"`backend={backend!r}`: need a name or a `BackendConfig`{hint}.")
     if backend not in _NAMED:
-        raise ValueError(f"`backend={backend!r}`: the names are {', '.join(map(repr, _NAMED))}.")
+        raise ValueError(f"`backend={backend!r}`: allowed are {', '.join(map(repr, _NAMED))}.")
     module, name = _NAMED[backend]
     config: BackendConfig = getattr(importlib.import_module(module), name)()
     return config

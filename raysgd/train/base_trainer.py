@@ -154,7 +154,9 @@ class BaseTrainer(ABC):
         if restored is not None and restored.is_finished and restored.folder is not None:
             from raysgd.air.result import Result
 
-            logger.info("the run in %s has ended well before: there is nothing left to do", restored.experiment)
+            logger.info(
+                "the run in %s has already ended successfully, so there is nothing left to do", restored.experiment
+            )
             return Result.from_path(restored.folder.trial.uri)
         trainer = copy.copy(self)
         if self.resume_from_checkpoint is not None:  # the loop may be pickled together with the trainer
@@ -325,7 +327,7 @@ def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> Scaling
     for name in values:
         if name not in known:
             raise ValueError(
-                f"`scaling_config={dict(values)!r}`: `{name}` is unknown.{did_you_mean(name, known)} The names are "
+                f"`scaling_config={dict(values)!r}`: `{name}` is unknown.{did_you_mean(name, known)} Available: "
                 f"{', '.join(known)}."
             )
     return replace(before, **values)
@@ -365,7 +367,7 @@ def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: 
     if forbidden:
         raise ValueError(
             f"`scaling_config` sets {', '.join(f'`{name}`' for name in forbidden)}, which `{trainer_name}` does not "
-            f"use: it takes {', '.join(f'`{name}`' for name in allowed)}."
+            f"use. Available: {', '.join(f'`{name}`' for name in allowed)}."
         )
 
 

@@ -106,7 +106,9 @@ class TensorflowPredictor(TensorPredictor):
 
         super().__init__(preprocessor)
         if use_gpu and not tf.config.list_physical_devices("GPU"):
-            raise RuntimeError("`use_gpu=True`, but TensorFlow sees no GPU here: leave it out, or ask for GPUs.")
+            raise RuntimeError(
+                "`use_gpu=True`, but TensorFlow sees no GPU in this process: omit `use_gpu`, or request GPUs."
+            )
         self.use_gpu = use_gpu
         self._device = "GPU:0" if use_gpu else "CPU:0"
         given = model if model is not None else model_definition

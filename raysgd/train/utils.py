@@ -66,14 +66,14 @@ def without_arguments(
     num_parameters = len(parameters)
     if num_parameters > 1:
         raise ValueError(
-            f"`{name}` takes {num_parameters} parameters: allowed is one, `{config_name}`, or no parameter. Put "
+            f"`{name}` takes {num_parameters} parameters: allowed are one, `{config_name}`, or none. Put "
             f"everything into `{config_name}`, or bind it beforehand with `functools.partial`."
         )
     if num_parameters == 0:
         return function
     if parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
         raise TypeError(
-            f"`{name}` takes `{parameters[0]}`, by name only: it is called with `{config_name}` by position, as "
+            f"`{name}` takes `{parameters[0]}` only by name, but it is called with `{config_name}` by position, as "
             f"`{name}({config_name})`."
         )
     return partial(function, config if config is not None else {})

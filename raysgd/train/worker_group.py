@@ -224,8 +224,8 @@ class WorkerGroup:
         room = sum(num_fitting(bundle, need) for bundle in bundles)
         if room < num_workers:
             raise ValueError(
-                f"`placement_group` has room for {room} workers of {need.bundle()}, and you requested {num_workers}: "
-                f"its bundles are {list(bundles)}."
+                f"`placement_group` has resources for {room} workers of {need.bundle()}, and you requested "
+                f"{num_workers}: its bundles are {list(bundles)}."
             )
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:

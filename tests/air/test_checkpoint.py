@@ -246,7 +246,7 @@ class TestArchivesFromElsewhere:
         archive: Any = archive_of(member)
         archive = archive if key == "fs_checkpoint" else {"x": archive}
         checkpoint = Checkpoint.from_dict({"epoch": 1, key: archive})
-        with pytest.raises(CheckpointCorruptedError, match="Nothing outside of it was written"):
+        with pytest.raises(CheckpointCorruptedError, match="Nothing outside this folder was written"):
             checkpoint.to_directory(tmp_path / "target")
         assert os.listdir(tmp_path) == ["target"]
 
@@ -454,7 +454,7 @@ def test_a_model_that_keras_saved_becomes_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_weights_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r'no "model", but \[\'epoch\'\]'):
+    with pytest.raises(RuntimeError, match=r'no "model"\. Available: \[\'epoch\'\]'):
         TensorflowCheckpoint.from_dict({"epoch": 1}).get_model_weights()
 
 

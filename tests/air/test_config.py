@@ -81,7 +81,7 @@ class TestScalingConfig:
             ({"accelerator_type": 100}, "accelerator_type=100"),
             ({"label_selector": [{"a": "b"}]}, "need a dict of labels and values for all workers alike"),
             ({"label_selector": {"a": 1}}, "need a dict of labels"),
-            ({"label_selector": {"a": "b"}, "num_workers": (1, 2)}, "room is counted on all nodes"),
+            ({"label_selector": {"a": "b"}, "num_workers": (1, 2)}, "resources are counted on all nodes"),
         ],
     )
     def test_what_cannot_be_is_refused(self, arguments: dict[str, Any], words: str) -> None:
@@ -229,7 +229,7 @@ class TestDatasetConfig:
     @pytest.mark.parametrize(
         ("own", "given", "words"),
         [
-            ({"train": DatasetConfig()}, {"valid": DatasetConfig()}, r"names 'valid': this trainer knows \['train'\]"),
+            ({"train": DatasetConfig()}, {"valid": DatasetConfig()}, r"names 'valid'\. Available: \['train'\]"),
             (OWN, {"train": {"split": True}}, r"dataset_config\['train'\]="),
             (OWN, ["train"], r"dataset_config=\['train'\]"),
         ],

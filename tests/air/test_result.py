@@ -93,7 +93,7 @@ class TestBestCheckpoint:
         ("checkpoints", "metric", "mode", "error", "words"),
         [
             (kept([1.0]), "loss", "best", ValueError, "`mode='best'`"),
-            ([], "loss", "min", RuntimeError, "kept no checkpoint"),
+            ([], "loss", "min", RuntimeError, "retained no checkpoint"),
             (kept([1.0]), "acc", "min", RuntimeError, r"`metric='acc'`.*\['loss'\]"),
         ],
     )

@@ -201,7 +201,7 @@ def without(*names: str) -> Callable[[Any], Any]:
 
 def gone(name: str, package: str) -> Any:
     """Expect the error that says which version has a name."""
-    return pytest.raises(ImportError, match=rf"`{package}` .* has no `{name}`.*pip install \"{package}<=\d")
+    return pytest.raises(ImportError, match=rf"`{package}` .* no longer has `{name}`.*pip install \"{package}<=\d")
 
 
 @pytest.fixture

@@ -301,7 +301,7 @@ class Program:
             require(self._controller.is_stopped, "a validation was told of a shutdown")
         except (WorkersLostError, ReservationTimeoutError) as error:
             self._simulation.tell(f"NOT VALIDATED  {error!r}")
-            require("no other is left" not in str(error) or not self._has_spares, f"{error!r} with a spare")
+            require("no other spare is left" not in str(error) or not self._has_spares, f"{error!r} with a spare")
         else:
             require(is_asked, f"a spare has validated {state}")
         finally:

@@ -179,7 +179,7 @@ class TestFolders:
             folder.upload(source)
         (source / "pipe").unlink()
         (source / "loop").symlink_to(source)
-        with pytest.raises(StorageError, match="leads to a folder that it is in"):
+        with pytest.raises(StorageError, match="leads to a folder that contains the link"):
             folder.upload(source)
 
     def test_are_the_same_after_a_journey(self, folder: Folder) -> None:

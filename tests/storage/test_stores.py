@@ -141,14 +141,14 @@ def test_a_file_system_may_be_passed(s3_server: S3Server, tmp_path: Path) -> Non
 
 
 def test_with_a_file_system_goes_a_path_in_it() -> None:
-    with pytest.raises(ValueError, match=r"`storage_path='s3://b/x'`: with `filesystem=` pass the path in it"):
+    with pytest.raises(ValueError, match=r"`storage_path='s3://b/x'`: with `filesystem=`, pass a path inside it"):
         open_folder("s3://b/x", fs.LocalFileSystem(), argument="storage_path")
     with pytest.raises(TypeError, match="`filesystem='s3'`: need a file system of PyArrow or fsspec"):
         open_folder("b/x", "s3")
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`storage_path='nowhere://x'`: `nowhere` is unknown; allowed are .*`s3`"):
+    with pytest.raises(ValueError, match=r"`storage_path='nowhere://x'`: `nowhere` is unknown. Allowed are .*`s3`"):
         open_folder("nowhere://x", argument="storage_path")
 
 
@@ -272,7 +272,7 @@ def test_connections_are_used_again(s3_server: S3Server) -> None:
 
 
 def test_chained_uris_of_fsspec_are_refused() -> None:
-    with pytest.raises(ValueError, match="to chain file systems, pass the object of fsspec"):
+    with pytest.raises(ValueError, match="to chain file systems, pass an fsspec file system"):
         open_folder("simplecache::s3://bucket/x")
 
 
@@ -300,7 +300,7 @@ class TestALyingStore:
         folder = open_folder("/lying/folder", store)
         folder.write("a", b"1")
         store.named = (name,)
-        with pytest.raises(StorageError, match=r"could not read `.*`: the store says that .* is in it"):
+        with pytest.raises(StorageError, match=r"could not read `.*`: the store lists the entry .*"):
             folder.download(tmp_path / "there" / "target")
         assert list(tmp_path.iterdir()) == []
         assert folder.names() == ["a"]
@@ -314,7 +314,7 @@ class TestALyingStore:
         folder.write("a", bytes(90))
         store.missing_bytes = 10
         for call in (lambda: folder.read("a"), lambda: folder.fetch("a", tmp_path / "a")):
-            with pytest.raises(StorageError, match=r"could not read .*: 90 bytes came of a file of 100"):
+            with pytest.raises(StorageError, match=r"could not read .*: received 90 bytes of a file of 100"):
                 call()
         assert list(tmp_path.iterdir()) == []
         store.missing_bytes = 0

@@ -83,7 +83,7 @@ KERAS_MODEL = type("Sequential", (LAYER,), {})
         (
             {**CREATORS, "model_creator": lambda: creator},
             ValueError,
-            "does not take what workers call it with: `config`",
+            "does not accept the arguments that workers pass: `config`",
         ),
         (
             {**CREATORS, "data_creator": ([1], [2])},

@@ -156,7 +156,11 @@ def test_creators_are_functions(name: str) -> None:
             torch.nn.Linear,
             r"the class `Linear`.*`def model_creator\(config\):`.*`return Linear\(...\)`",
         ),
-        ("model_creator", lambda: None, r"is `<lambda>`, which does not take what workers call it with: `config`"),
+        (
+            "model_creator",
+            lambda: None,
+            r"is `<lambda>`, which does not accept the arguments that workers pass: `config`",
+        ),
         (
             "optimizer_creator",
             torch.optim.SGD(torch.nn.Linear(1, 1).parameters()),
@@ -165,7 +169,7 @@ def test_creators_are_functions(name: str) -> None:
         ("optimizer_creator", torch.optim.SGD, r"the class `SGD`.*`def optimizer_creator\(model, config\):`"),
         ("data_creator", torch.utils.data.TensorDataset(torch.zeros(1)), r"an object of `TensorDataset`: need a fun"),
         ("loss_creator", torch.nn.MSELoss(), r"an object of `MSELoss`: need a function of `config`"),
-        ("loss_creator", torch.nn.functional.mse_loss, r"is `mse_loss`, which does not take .*: `config`"),
+        ("loss_creator", torch.nn.functional.mse_loss, r"is `mse_loss`, which does not accept .*: `config`"),
         ("scheduler_creator", torch.optim.lr_scheduler.StepLR, r"the class `StepLR`.*\(optimizer, config\):`"),
     ],
 )

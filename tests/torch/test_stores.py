@@ -92,7 +92,7 @@ def test_a_damaged_file_is_called_by_its_address(s3_server: S3Server, make_local
     trainer.save(s3_server.uri("damaged/last.pt"))
     folder.write("last.pt", folder.read("last.pt")[:-10])
     with pytest.raises(
-        CheckpointCorruptedError, match=r"`s3://\*\*\*@bucket/damaged/last\.pt.*is no intact checkpoint"
+        CheckpointCorruptedError, match=r"`s3://\*\*\*@bucket/damaged/last\.pt.*is not an intact checkpoint"
     ):
         trainer.load(s3_server.uri("damaged/last.pt"))
     trainer.train()

@@ -220,12 +220,12 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         for value in (0, -1, 1.5, True, "1")
     ],
     ({"num_gpus_per_worker": 0.5, "backend": "nccl"}, ValueError, "NCCL needs a GPU for each worker"),
-    ({"initialization_hook": lambda runner: None}, TypeError, "called without arguments, in each worker"),
+    ({"initialization_hook": lambda runner: None}, TypeError, "each worker calls the hook without arguments"),
     ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
     *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],
     *[({"min_workers": 3, "num_workers": 2}, kind, "`min_workers=3` with `num_workers=2`") for kind in COUNT_ERRORS],
     *[({"spare_workers": value}, kind, "spare_workers") for value in (-1, True, "1") for kind in COUNT_ERRORS],
-    ({"spare_workers": 1, "recovery": Recovery(in_place=False)}, ValueError, "no spare can step in there"),
+    ({"spare_workers": 1, "recovery": Recovery(in_place=False)}, ValueError, "no spare can replace a lost worker"),
     ({"spare_workers": 1, "num_workers": 1, "use_local": True}, ValueError, "with `use_local=True` cannot work"),
     ({"validation_workers": 1}, TypeError, "spare workers validate as well, pass `spare_workers=1`"),
     *[
@@ -891,7 +891,7 @@ def test_where_the_library_does_not_divide_the_data_they_begin_again_after_an_ex
         trainer.train(info={"at": "before"})
     assert trainer.train()["epoch"] == 2
     assert trainer.get_local_operator().seen == [0, 1, *range(8)]
-    assert "reading it from the beginning" in caplog.text
+    assert "reading the data from the beginning" in caplog.text
 
 
 def test_a_state_after_an_exception_is_that_of_the_live_model(make_local: MakeTrainer) -> None:

@@ -84,7 +84,7 @@ def fit_divided(config: dict[str, Any]) -> list[float]:
     early = torch.optim.Adam(whole.parameters())
     model = prepare_model(whole, parallel_strategy=config["strategy"], parallel_strategy_kwargs=config.get("options"))
     if config["strategy"] == "fsdp":
-        with pytest.raises(ValueError, match="create it afterwards"):
+        with pytest.raises(ValueError, match="create the optimizer afterwards"):
             prepare_optimizer(early)
     optimizer = prepare_optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
     first, checkpoint = 0, train.load_checkpoint()

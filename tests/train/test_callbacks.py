@@ -148,8 +148,8 @@ class TestTensorBoard:
     def test_what_cannot_be_shown_is_named_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         play(TBXLoggerCallback(), tmp_path, [result(1, note="text", names=["a"])], [result(2, note="text")])
         assert [record.getMessage() for record in caplog.records] == [
-            "`ray/train/note` is not written for TensorBoard: it is a str",
-            "`ray/train/names` is not written for TensorBoard: it is a list",
+            "`ray/train/note` is not written for TensorBoard, because its value is a str",
+            "`ray/train/names` is not written for TensorBoard, because its value is a list",
         ]
 
     @pytest.mark.parametrize("ranks", [[], [0, 1]])

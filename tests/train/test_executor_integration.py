@@ -249,7 +249,7 @@ def test_workers_go_into_a_placement_group_of_the_users_own_and_leave_it_alone(b
     group = WorkerGroup(num_workers=2, num_cpus_per_worker=0.5, placement_group=bundles)
     try:
         assert set(group.execute(placement_group_of)) == {bundles.id.hex()}
-        with pytest.raises(ValueError, match="room for 2 workers"):
+        with pytest.raises(ValueError, match="resources for 2 workers"):
             group.add_workers(1)
         assert len(group) == 2
     finally:

@@ -84,13 +84,16 @@ def test_a_store_that_takes_nothing_leaves_the_files_here(
 ) -> None:
     monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
     away = open_folder("http://127.0.0.1:9/run_001")  # cannot be written to
-    with pytest.raises(StorageError, match="What callbacks wrote is in") as caught, local_run_dir(away) as local:
+    with (
+        pytest.raises(StorageError, match="The files of the callbacks are still in") as caught,
+        local_run_dir(away) as local,
+    ):
         (local / "result.json").write_bytes(b"[]")
     assert str(local) in str(caught.value)
     assert (local / "result.json").read_bytes() == b"[]"
     with pytest.raises(KeyError), local_run_dir(away) as local:
         fail_after_writing(local)
-    assert f"What callbacks wrote is in `{local}`" in caplog.text
+    assert f"The files of the callbacks are still in `{local}`" in caplog.text
 
 
 def test_on_a_disk_callbacks_write_to_the_folder_itself(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class TestReports:
     )
     def test_refuse_anything_else(self, replica: FunctionReplica, call: Any) -> None:
         begin(replica, call)
-        with pytest.raises(TypeError, match=r"`report` takes|`checkpoint=3`"):
+        with pytest.raises(TypeError, match=r"`report` accepts|`checkpoint=3`"):
             replica.next()
 
     def test_with_arrays_arrive_as_they_were_when_they_were_reported(self, replica: FunctionReplica) -> None:

@@ -105,7 +105,7 @@ class TestModels:
             ({"wrap_ddp": False, "parallel_strategy": "ddp"}, "set the same option"),
             (
                 {"parallel_strategy": "fsdp", "parallel_strategy_kwargs": {"cpu_offload": True}},
-                "has cpu_offload: .*min_block_parameters",
+                "has cpu_offload. .*min_block_parameters",
             ),
         ],
     )
@@ -411,7 +411,7 @@ class TestLoaders:
         assert caplog.text == ""
         loader = DataLoader(numbers(), sampler=WeightedRandomSampler([1.0] * 8, 8))
         self.prepared(loader)
-        assert "WeightedRandomSampler is replaced" in caplog.text
+        assert "WeightedRandomSampler was replaced" in caplog.text
 
     def test_keep_the_form_of_a_batch(self) -> None:
         samples = [{"x": torch.tensor(1), "name": "a", "pair": (torch.tensor(2), [torch.tensor(3)])}]

@@ -58,7 +58,7 @@ def test_a_run_without_workers_is_refused_and_leaves_no_folder(tmp_path: Path) -
 
 def test_a_function_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
     lock = threading.Lock()
-    with pytest.raises(UnpicklableError, match=r"`train_func` cannot be sent to the workers.*make it there"):
+    with pytest.raises(UnpicklableError, match=r"`train_func` cannot be sent to the workers.*create it in the worker"):
         trainer(tmp_path).run(lambda: lock.locked())
 
 

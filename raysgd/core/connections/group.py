@@ -253,7 +253,7 @@ def _flat(array: Array) -> Array:
     """Return a one-dimensional view of the array."""
     if not array.flags.c_contiguous:  # `reshape` would return a copy, and the array would stay unchanged
         raise ValueError(
-            f"an array of shape {array.shape} with strides {array.strides} cannot be exchanged in place: its numbers "
-            "are not next to each other. Pass `numpy.ascontiguousarray(array)`."
+            f"an array of shape {array.shape} with strides {array.strides} cannot be exchanged in place, because its "
+            "memory is not contiguous. Pass `numpy.ascontiguousarray(array)`."
         )
     return array.reshape(-1)

@@ -104,7 +104,9 @@ class HorovodConnection(Connection):
         try:
             hvd.init()
         except ValueError as error:
-            raise RendezvousFailed(f"Horovod could not connect {world.size} ranks: see its message above.") from error
+            raise RendezvousFailed(
+                f"Horovod could not connect {world.size} ranks. See Horovod's message above."
+            ) from error
 
     def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
         """Wait for all ranks, because `hvd.init` cannot be interrupted. Return this rank's entry of `crossings`."""
@@ -179,7 +181,7 @@ def import_horovod() -> Any:
         reason = "which is not installed" if is_missing else f"which fails to load ({type(error).__name__}: {error})"
         raise _unusable(reason, ModuleNotFoundError if is_missing else ImportError) from error
     if not hasattr(hvd, "init"):  # the package can be imported even without its library
-        raise _unusable("which was installed without its PyTorch part")
+        raise _unusable("which was installed without support for PyTorch")
     return hvd
 
 
@@ -250,7 +252,7 @@ def first_of(interfaces: Sequence[str]) -> str:
         if name in there:
             return name
     wanted, found = (", ".join(map(repr, names)) for names in (interfaces, there))
-    raise ValueError(f"This node has none of the network interfaces {wanted}; it has {found}.")
+    raise ValueError(f"This node has none of the network interfaces {wanted}. Available: {found}.")
 
 
 def _interface_towards(address: str) -> str | None:

@@ -205,7 +205,7 @@ class TorchConnection(Connection):
         try:
             torch.cuda.set_device(ordinal)
         except RuntimeError as error:
-            logger.warning("cannot see the GPUs of other workers, CUDA was in use before: %s", error)
+            logger.warning("this worker sees only its own GPU, because CUDA was already in use: %s", error)
             os.environ[_VISIBLE] = own
             torch.cuda.set_device(0)
 

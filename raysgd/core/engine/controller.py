@@ -481,7 +481,10 @@ class ElasticController(Lifecycle):
             on_wait()
             if loan is not None:
                 num_died += loan.has_died
-                logger.warning("a spare %s its call, which is run again", "died in" if loan.has_died else "left")
+                logger.warning(
+                    "a spare %s its call, so the call runs again on another spare",
+                    "died in" if loan.has_died else "left",
+                )
             if num_died > _DEFAULT_RETRIES:
                 raise WorkersLostError(
                     f"{num_died} spares have died in this call, one after the other. Ray's log of the worker "
@@ -491,7 +494,8 @@ class ElasticController(Lifecycle):
                 loan = self.lend_spare()
                 if loan is None and not self.has_spares:
                     raise WorkersLostError(
-                        "The spare that ran this call was lost, or has replaced a lost worker, and no other is left."
+                        "The spare that ran this call was lost, or has replaced a lost worker, and no other spare is "
+                        "left."
                     )
             if loan is None:
                 self.sleep(_SPARE_POLL_S)

@@ -246,8 +246,8 @@ class Monitor:
         parts = group.ask_beside("beside", replica.part_of_snapshot, newest)
         if None in parts.values() and self._once.is_first("snapshots too fast"):
             logger.warning(
-                "snapshots inside the call come too fast to collect each, so a restart may go back further. Use "
-                "a larger `snapshot_every_n_steps`: so many steps should take a second or more"
+                "snapshots inside the call are taken too often to collect each one, so a restart may lose more steps. "
+                "Use a larger `snapshot_every_n_steps`, so that snapshots are a second or more apart"
             )
         captures = [parts[rank] for rank in range(len(group)) if parts.get(rank) is not None]
         if len(captures) < len(group):

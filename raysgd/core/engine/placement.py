@@ -411,7 +411,7 @@ class Reservation:
     def _tell_missing(self, timeout_s: float) -> None:
         num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))
         logger.warning(
-            "waiting for resources: %s workers with %s each, there is room for %s now; giving up after %g s",
+            "waiting for resources: %s workers with %s each, resources for %s are free now; giving up after %g s",
             self._num_workers,
             self._need.bundle(),
             num_fitting,

@@ -257,8 +257,8 @@ class GroupRepair:
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
         raise WorkersLostError(
-            f"{cause}, in a call that cannot be repeated: a copy of the state from before it was with the process that "
-            "was lost shortly before. The next call continues with the state of the workers that were left."
+            f"{cause}, in a call that cannot be repeated, because the process with the copy of the state from before "
+            "the call was lost, too. The next call continues with the state of the surviving workers."
         ) from diagnosis.faults[0].error
 
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
@@ -613,7 +613,7 @@ class GroupRepair:
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
-                raise CannotForm(f"{formed.num_workers} of at least {min_workers} workers are left", formed.staying)
+                raise CannotForm(f"{formed.num_workers} workers are left, but {min_workers} are needed", formed.staying)
         return formed
 
     def _leave_old_group(
@@ -716,7 +716,7 @@ class GroupRepair:
             lifecycle.kill_group()
             if kind != "started":
                 is_failure = isinstance(error, WorkersLostError)
-                why = "no other group could be had" if is_failure else type(error).__name__
+                why = "no other group could be started" if is_failure else type(error).__name__
                 lifecycle.record("lost" if is_failure else "ended", old_size, began, f"{cause}; {why}")
 
         with OnFailure(told=end):
@@ -754,7 +754,9 @@ class GroupRepair:
         try:
             formed = self.form(change, staying)
         except CannotForm as failed:
-            logger.warning("no process is kept: %s", failed.reason or "no worker is left")
+            logger.warning(
+                "no process can be reused, so new workers are started: %s", failed.reason or "no worker is left"
+            )
             return None
         report = group.renew(formed.staying, formed.joining, self._monitor.poll)
         report = lifecycle.without_lost(report, group, self._monitor.poll)
@@ -782,7 +784,7 @@ class GroupRepair:
                     impossible = impossibility(self._spec.resources, scaling.min_workers, view, self._spec.words)
                 if decision.delay_s is None:
                     table = impossible or explain(self._spec.resources, scaling.max_workers, view)
-                    few = f"Too few workers can be had: {decision.reason}."
+                    few = f"Too few workers can be started: {decision.reason}."
                     raise WorkersLostError(f"{few}\n{table}\n{self._spec.words.when_starved}".rstrip())
                 if impossible and attempt == 1:
                     logger.warning("%s", impossible)
@@ -815,11 +817,11 @@ class GroupRepair:
             return
         if not self._spec.loses_state:
             raise WorkersLostError(
-                f"{cause}, and with the workers their state is lost: the process that had its copy was lost shortly "
-                f"before. {self._snapshots.last_file_in_words}"
+                f"{cause}, and the state was lost with the workers, because the process with its copy was lost, too. "
+                f"{self._snapshots.last_file_in_words}"
             )
         raise WorkersLostError(
-            f"{cause}, and with the workers their state is lost, because `snapshot_every_s=None` switches snapshots "
+            f"{cause}, and the state was lost with the workers, because `snapshot_every_s=None` switches snapshots "
             f"off. {self._snapshots.last_file_in_words} Without that option, or with `snapshot_every_s=60`, such a "
             "failure costs time only."
         )
@@ -859,7 +861,7 @@ class GroupRepair:
                 return report
         is_inside = snapshots.is_inside
         if snapshots.calls_since:
-            logger.info("running again what the last snapshot does not cover: %s", snapshots.restored_from())
+            logger.info("repeating the calls that the last snapshot does not cover: %s", snapshots.restored_from())
         for call in snapshots.calls_since:
             function = call.resume if is_inside and call.resume is not None else call.function
             is_inside = False

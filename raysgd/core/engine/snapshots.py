@@ -154,8 +154,8 @@ class SnapshotPace:
         if seconds > self._heartbeat_s and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "`heartbeat_s=%g` is shorter than a copy of the state, which took %.1f s: a worker that is busy with "
-                "one may be taken for a frozen one. Use at least `heartbeat_s=%d`",
+                "`heartbeat_s=%g` is shorter than a copy of the state, which took %.1f s, so a worker that is "
+                "copying its state may be mistaken for a frozen worker. Use at least `heartbeat_s=%d`",
                 self._heartbeat_s,
                 seconds,
                 int(3 * seconds) + 1,
@@ -364,7 +364,10 @@ class Snapshots:
         except WorkersLostError as error:  # the previous snapshot and the calls since then are retained
             reason = error.__cause__
             # Ray's error contains the remote traceback; its cause has the message alone.
-            logger.warning("a snapshot was lost in transit: %s", getattr(reason, "cause", None) or reason)
+            logger.warning(
+                "a snapshot was lost in transit, so a restart may go back further: %s",
+                getattr(reason, "cause", None) or reason,
+            )
             self._lose_coming()
             return
         self._land(snapshot, self._coming.token, self._num_covered)

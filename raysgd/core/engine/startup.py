@@ -172,7 +172,7 @@ class StartupCheck:
 
     def _end(self, worker: RemoteWorker, info: WorkerInfo) -> None:
         logger.warning(
-            "a worker (process %s on node %s) that no group has did not respond; stopping it", info.pid, info.node_ip
+            "a worker outside any group (process %s on node %s) did not respond; stopping it", info.pid, info.node_ip
         )
         self.remove(worker)
         worker.kill()

@@ -62,11 +62,11 @@ def transfer(call: Any) -> Transfer:
 
     def result(timeout_s: float | None) -> Any:
         if session() != sent_in:
-            raise WorkersLostError("The Ray session in which it was sent has ended.")
+            raise WorkersLostError("The Ray session in which the result was sent has ended.")
         try:
             return ray.get(call, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError("still on its way") from error
+            raise TimeoutError("the result is still in transit") from error
 
     return Transfer(result, call)
 
@@ -122,7 +122,7 @@ class DividedValue:
                 return ray.get(place.reference)
             except ray.exceptions.ObjectLostError:
                 continue
-        raise LostPartError(f"The last snapshot is lost: no node is left that has what rank {index} had of it.")
+        raise LostPartError(f"The last snapshot is lost, because no remaining node has the shard of rank {index}.")
 
     def best_on(self, nodes: Collection[str]) -> DividedValue:
         """Return the same value with copies on `nodes` first, because other nodes may be lost.

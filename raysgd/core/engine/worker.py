@@ -111,7 +111,7 @@ def packed_bytes(what: str, value: Any) -> bytes:
         raise UnpicklableError(
             f"{what} cannot be sent to the workers, because something in it cannot be pickled: {reason}. "
             "Omit what belongs to this process (locks, open files, connections, generators, datasets of TensorFlow), "
-            "and make it there, such as in `setup`, or in the creator function that needs it."
+            "and create it in the worker, for example in `setup` or in the creator function that needs it."
         ) from error
     return packed
 

@@ -76,7 +76,7 @@ class TorchCheckpoint(Checkpoint):
         saved = self._saved()
         if isinstance(saved, torch.nn.Module):
             if model is not None:
-                logger.warning("the checkpoint holds a whole model: `model` is not used")
+                logger.warning("the checkpoint holds a whole model, so `model` is ignored")
             return saved
         if model is None:
             raise ValueError("`model=None`: the checkpoint holds the state of a model. Pass a model to load it into.")
@@ -92,7 +92,7 @@ class TorchCheckpoint(Checkpoint):
                 if (file := Path(folder, _STATE_FILE)).exists():
                     return torch.load(file, map_location="cpu", weights_only=True)
             raise RuntimeError(
-                f'The checkpoint has no "{MODEL_KEY}", but {sorted(content)}: make it with `from_model` or '
+                f'The checkpoint has no "{MODEL_KEY}". Available: {sorted(content)}. Create it with `from_model` or '
                 "`from_state_dict`."
             )
         saved = content[MODEL_KEY]
@@ -124,7 +124,9 @@ class TorchPredictor(TensorPredictor):
     def __init__(self, model: torch.nn.Module, preprocessor: Any = None, use_gpu: bool = False) -> None:
         super().__init__(preprocessor)
         if use_gpu and not torch.cuda.is_available():
-            raise RuntimeError("`use_gpu=True`, but PyTorch sees no GPU here: leave it out, or ask for GPUs.")
+            raise RuntimeError(
+                "`use_gpu=True`, but PyTorch sees no GPU in this process: omit `use_gpu`, or request GPUs."
+            )
         self.use_gpu = use_gpu
         self._device = torch.device("cuda" if use_gpu else "cpu")
         self.model = model.to(self._device).eval()

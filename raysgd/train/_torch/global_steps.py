@@ -141,8 +141,8 @@ class GlobalSteps:
             )
         if not self._has_batch:
             raise ValueError(
-                "`elastic=True`: this batch comes from no prepared loader that divides global batches, so it could not "
-                "be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, leave `elastic` out."
+                "`elastic=True`: this batch does not come from a prepared loader that shards global batches, so it "
+                "could not be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, omit `elastic`."
             )
         steps = weakref.ref(self)  # the hook applies to the whole process
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_unprepared(steps(), optimizer))
@@ -163,7 +163,8 @@ class GlobalSteps:
             if stepped & {id(parameter) for parameter in model.parameters()}:
                 raise ValueError(
                     f"`elastic=True`: the optimizer of `{type(model.module).__name__}` is not prepared, so it would "
-                    "step with gradients that do not count. Call `prepare_optimizer(optimizer)` before the first batch."
+                    "also apply gradients of failed batches. Call `prepare_optimizer(optimizer)` before the first "
+                    "batch."
                 )
 
     # ---------------------------------------------------------------------------------------------------------- a batch
@@ -270,10 +271,13 @@ class GlobalSteps:
             if not (self._is_left or self._num_steps):
                 raise ValueError(
                     "`elastic=True`: a second batch was drawn before the step on the first one, and a step can count "
-                    "only one. Use one loader for both: over `StackDataset(first, second)`, say, or a `ConcatDataset`."
+                    "only one batch. Use one loader for both: over `StackDataset(first, second)`, say, or a "
+                    "`ConcatDataset`."
                 )
             if self.close_batch(self._open) == "failed" and self._num_steps:
-                raise _lost("the function left a pass in a batch that failed: ask `step_committed()` before that")
+                raise _lost(
+                    "the function left a pass in a batch that failed. Call `step_committed()` before leaving a pass"
+                )
         mark = self._open = self._membership.open_batch(place, has_trained)
         self._at, self._is_left = at, False
         if not mark.has_failed and place is not self._met:
@@ -329,8 +333,8 @@ class GlobalSteps:
                 membership.end_exchange(self._compared(math.nan))
         if not (self._weight or self._has_exchanged or is_done or self._is_left):
             raise ValueError(
-                "`elastic=True`: a worker without a sample in the last batch got one of another worker, and no step "
-                "followed. Evaluate under `torch.no_grad()`: there each sample comes once."
+                "`elastic=True`: a worker without a sample in the last batch got one of another worker, but no step "
+                "followed. Evaluate under `torch.no_grad()`, where each sample comes once."
             )
         if is_done and not self._num_usual:
             self._learn(self._num_steps)

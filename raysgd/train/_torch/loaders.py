@@ -100,8 +100,8 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
     if goes_on and not (exact and part.is_known):
         raise ValueError(
             "`elastic=True` needs a stream whose rows are counted before they are read, so that a batch can be "
-            'repeated: its shards say their lengths, and it has no `filter` and no `on_error="skip"`. Pass it as '
-            "`prepare_data_loader(stream, exact=True)`, or leave `elastic` out."
+            'repeated: its shards declare their lengths, and it has no `filter` and no `on_error="skip"`. Pass it as '
+            "`prepare_data_loader(stream, exact=True)`, or omit `elastic`."
         )
     joined = part.joined(RankSums(DDP(), world.rank, world.size), TensorCollate(), exact=exact and not goes_on)
     return GlobalStream(joined) if goes_on else joined
@@ -176,7 +176,7 @@ def _check_batches(loader: DataLoader[Any]) -> None:
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         raise ValueError(
-            f"`batch_sampler={type(batches).__name__}(...)` cannot be divided over the workers. Divide it yourself, "
+            f"`batch_sampler={type(batches).__name__}(...)` cannot be sharded across the workers. Shard it yourself, "
             "for instance by yielding every `train.world_size()`-th batch from `train.world_rank()` on, and pass "
             "`add_dist_sampler=False`; or pass `batch_size` or a `torch.utils.data.BatchSampler` to the loader."
         )
@@ -185,16 +185,16 @@ def _check_batches(loader: DataLoader[Any]) -> None:
 def _divided_sampler(sampler: Any, world: World, exact: bool) -> DistributedSampler[Any]:
     if length_of(sampler) is None:
         raise ValueError(
-            f"`sampler={type(sampler).__name__}(...)` cannot be divided over the workers: it has no `__len__`. Define "
-            "it, or divide what it draws yourself, and pass `add_dist_sampler=False`."
+            f"`sampler={type(sampler).__name__}(...)` cannot be sharded across the workers: it has no `__len__`. "
+            "Define it, or shard its samples yourself, and pass `add_dist_sampler=False`."
         )
     order = order_of(sampler)
     draws = isinstance(order, SamplerOrder)
     if draws and world.rank == 0:
         logger.warning(
-            "the sampler %s is replaced by one that divides what it draws: all workers draw alike, from "
+            "the sampler %s was replaced by one that shards its samples. All workers draw the same order from "
             "`loader.sampler.seed` and the epoch, so call `loader.sampler.set_epoch(epoch)` before each pass. Pass "
-            "`add_dist_sampler=False` to keep it",
+            "`add_dist_sampler=False` to keep your sampler",
             type(sampler).__name__,
         )
     if draws or exact:

@@ -168,7 +168,7 @@ def prepare_model(
     if (world.size == 1 and accelerator.steps is None) or strategy is None:
         return model
     if strategy == "fsdp" and accelerator.steps is not None:
-        raise ValueError('`elastic=True` does not work with "fsdp", where each worker has a part of the model only.')
+        raise ValueError('`elastic=True` does not work with "fsdp", where each worker has only a shard of the model.')
     if strategy == "fsdp":
         return accelerator.divide(model, world.size, FSDPOptions(**options))
     device_ids = [device.index or 0] if device.type == "cuda" else None
@@ -196,7 +196,7 @@ def _strategy_of(
     unknown = sorted(set(options) - {option.name for option in fields(FSDPOptions)})
     if strategy == "fsdp" and unknown:
         known = ", ".join(option.name for option in fields(FSDPOptions))
-        raise ValueError(f'`parallel_strategy_kwargs` has {", ".join(unknown)}: with "fsdp" allowed are {known}.')
+        raise ValueError(f'`parallel_strategy_kwargs` has {", ".join(unknown)}. Allowed with "fsdp": {known}.')
     return strategy, options
 
 
@@ -246,7 +246,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     accelerator = shared_accelerator()
     if any(accelerator.has_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            'The optimizer has the parameters from before `prepare_model(..., "fsdp")`: create it afterwards.'
+            'The optimizer has the parameters from before `prepare_model(..., "fsdp")`: create the optimizer '
+            "afterwards."
         )
     if accelerator.precision.scaler is not None and not hasattr(optimizer.step, _SCALED):
         _step_by_way_of(accelerator.precision, optimizer)
@@ -281,7 +282,7 @@ def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> N
 
     def step(self: Any, closure: Any = None) -> None:
         if closure is not None:
-            raise ValueError("`closure`: a step with scaled gradients cannot use one.")
+            raise ValueError("`closure`: a step with scaled gradients does not support a closure.")
         present = self.step
         self.step = own  # for the scaler, which calls it unless gradients overflowed
         try:

@@ -81,7 +81,7 @@ class FunctionReplica:
         if mailbox is not None and mailbox.error is not None:
             raise mailbox.error
         if mailbox is None or mailbox.is_over:
-            raise RuntimeError("the function ended without a batch, so no worker can step in where it is")
+            raise RuntimeError("the function ended before its first batch, so no new worker can join")
 
     def run_function(self, spec: FunctionSpec, checkpoint: dict[str, Any] | None, shard: Any) -> None:
         """Start a function.
@@ -268,7 +268,7 @@ class FunctionReplica:
         if membership is not None and membership.is_new:
             self._check_is_waiting()
             if not membership.is_at_first_batch:
-                raise RuntimeError("a function that was to step in does not come to its first batch")
+                raise RuntimeError("the function of a new worker did not reach its first batch")
 
     def hold(self) -> None:
         """Interrupt a call that waits for a message, so that workers can step in. The function keeps running."""

@@ -128,7 +128,7 @@ class Session:
             TypeError: `checkpoint` has another type, or `options` were passed, which only functions of `fit` may use.
         """
         if options is not None:
-            raise TypeError(f"`{options}`: how a checkpoint is stored is said in functions that `fit` runs only.")
+            raise TypeError(f"`{options}`: only functions that `fit` runs can choose how a checkpoint is stored.")
         if self.is_repeating:
             return
         if checkpoint is not None:
@@ -164,7 +164,7 @@ class Session:
             RuntimeError: The function is about to step into a running group, which asked this question earlier.
         """
         if self.membership is not None and self.membership.is_new:
-            raise RuntimeError(f"`{name}` is asked before the first batch, so no worker can step in: ask it later.")
+            raise RuntimeError(f"`{name}` was called before the first batch, so no new worker can join. Call it later.")
         return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
 
     def _send_metrics(self, data: Any) -> None:
@@ -210,7 +210,7 @@ class Session:
         if name is None:
             raise RuntimeError(f"There are several datasets: choose one of {sorted(self.shard)}, with `dataset_name`.")
         if name not in self.shard:
-            raise KeyError(f"There is no dataset {name!r}: there are {sorted(self.shard)}.")
+            raise KeyError(f"There is no dataset {name!r}. Available: {sorted(self.shard)}.")
         return self._part_of(self.shard[name])
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -293,7 +293,7 @@ class Membership:
         """
         with self._changed:
             if is_behind and not self._is_agreeing and not self.is_new:
-                raise RuntimeError("another rank took a step that this rank has no gradients of")
+                raise RuntimeError("another rank took a step whose gradients this rank does not have")
             if self._is_agreeing:
                 self._is_agreeing, self._verdict = False, is_behind
                 self.num_done += is_behind

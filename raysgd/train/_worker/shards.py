@@ -209,8 +209,8 @@ class StreamPart:
         """
         if self._has_own_rows:
             raise ValueError(
-                "a stream with a filter, or with shards of unknown lengths, has no position here: pass it through "
-                "`train.torch.prepare_data_loader`, which lets the workers tell each other."
+                "a stream with a filter, or with shards of unknown lengths, has a position of its own on each worker. "
+                "Pass it through `train.torch.prepare_data_loader`, which lets the workers share their positions."
             )
         place = {"epoch": self.epoch, "consumed": self.consumed, "is_mid_pass": self.consumed > 0}
         return {**place, **self._source.state(self.consumed, self.consumed > 0)}

@@ -267,7 +267,7 @@ def _divided(dataset: Any, num_workers: int, hints: list[str] | None) -> list[An
 def _check_can_be_divided(name: str, dataset: Any, config: DataConfig) -> None:
     if config.splits(name) and not is_of_ray(dataset) and not hasattr(dataset, "split"):
         raise TypeError(
-            f"`datasets[{name!r}]` is a `{type(dataset).__name__}`, which cannot be divided over the workers: need a "
+            f"`datasets[{name!r}]` is a `{type(dataset).__name__}`, which cannot be sharded across the workers: need a "
             "dataset of Ray Data, or something with `split(n, equal=True)`. To give every worker all of it, pass "
             "`dataset_config=raysgd.train.DataConfig(datasets_to_split=[...])` without this name."
         )

@@ -182,7 +182,7 @@ class FitSession(Session):
         if name is not None:
             if name not in shards:
                 there = sorted(shards) or "none"
-                logger.warning("there is no dataset %r, but there are %s: `None` is returned", name, there)
+                logger.warning("there is no dataset %r (available: %s), so `None` is returned", name, there)
             return self._part_of(shards.get(name))
         if len(shards) > 1:
             raise RuntimeError(f"There are several datasets: choose one of {sorted(shards)}, with `dataset_name`.")
@@ -324,7 +324,7 @@ class SessionForRay:
         return self._session.current_checkpoint()
 
     def __getattr__(self, name: str) -> Any:
-        raise SessionMisuseError(f"{_FOREIGN} `{name}` was asked for.")
+        raise SessionMisuseError(f"{_FOREIGN} `{name}` was requested.")
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
     try:
         yield TENSORBOARD_LOGGER, SafeSink(EventFile("", "ray/tune"), "TensorBoard", hidden=_NOT_FOR_TENSORBOARD)
     except ModuleNotFoundError as missing:
-        logger.info("no files for TensorBoard: %s", missing)
+        logger.info("no files for TensorBoard are written: %s", missing)
 
 
 def write_params(folder: Path, config: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ def write_error(folder: Path, error: BaseException, number: int) -> None:
         file.write(f"Failure # {number} (occurred at {date})\n{text}\n")
     content = _pickled(error, "the error", ERROR_PICKLE_FILE)
     if content is not None and has_secret(content.decode("latin-1")):
-        logger.warning("no %s: the error shows a key or a password", ERROR_PICKLE_FILE)
+        logger.warning("%s was not written, because the error contains a key or a password", ERROR_PICKLE_FILE)
     elif content is not None:
         with replacing(str(folder / ERROR_PICKLE_FILE)) as pickled:
             pickled.write(content)
@@ -110,7 +110,7 @@ def _pickled(value: Any, shown: str, file: str) -> bytes | None:
     """Return a value as a pickle. If it cannot be pickled, log a warning and return None."""
     content, reason = pickled(value)
     if content is None:
-        logger.warning("no %s: %s cannot be pickled: %s", file, shown, reason)
+        logger.warning("%s was not written, because %s cannot be pickled: %s", file, shown, reason)
     return content
 
 

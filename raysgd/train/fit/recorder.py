@@ -337,7 +337,7 @@ class KeptCheckpoints:
         if score is None and self._once.is_first(self._attribute):
             what = "is missing" if value is None else f"is {value!r:.80}, not a number"
             logger.error(
-                "`checkpoint_score_attribute=%r` %s in a report with a checkpoint, which counts as the worst. The "
+                "`checkpoint_score_attribute=%r` %s in a report, so its checkpoint counts as the worst. The "
                 "report has: %s",
                 self._attribute,
                 what,

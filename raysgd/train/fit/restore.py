@@ -84,7 +84,9 @@ def save_trainer(
     pickle_modules_by_name()
     content, reason = pickled((trainer_class, kept))
     if content is None:
-        logger.warning("this run cannot be restored: the trainer's arguments cannot be pickled: %s", reason)
+        logger.warning(
+            "this run continues, but cannot be restored, because the trainer's arguments cannot be pickled: %s", reason
+        )
         return
     experiment.make()
     experiment.write(file, content)
@@ -117,7 +119,11 @@ def _without_what_cannot_be_pickled(run_config: RunConfig) -> RunConfig:
         content, reason = pickled(getattr(run_config, name))
         if content is None:
             lost[name] = None
-            logger.warning("a restored run has no `RunConfig(%s=...)`: it cannot be pickled: %s", name, reason)
+            logger.warning(
+                "a restored run will not have `RunConfig(%s=...)`, because its value cannot be pickled: %s",
+                name,
+                reason,
+            )
     return replace(run_config, **lost)
 
 
@@ -215,8 +221,8 @@ def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict
     for name, value in complete.items():
         if isinstance(value, _WithoutSecrets):
             raise ValueError(
-                f"`{name}` was {value.shown!r}: keys and passwords are not saved with a run. Pass all of it again, or "
-                "give keys to the function in the environment."
+                f"`{name}` was {value.shown!r}: keys and passwords are not saved with a run. Pass the whole value "
+                "again, or give keys to the function in the environment."
             )
     return _opened(complete)
 
@@ -228,7 +234,11 @@ def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, _CheckpointAt):
             found[name] = value.opened()
             if found[name] is None:
-                logger.warning("`%s` was in %s: pass it again if the run has no checkpoint yet", name, value.path)
+                logger.warning(
+                    "`%s` was in %s and cannot be opened. Pass it again if the run has no checkpoint yet",
+                    name,
+                    value.path,
+                )
                 del found[name]
     return found
 

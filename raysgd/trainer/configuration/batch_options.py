@@ -42,7 +42,7 @@ class BatchOptions:
             object.__setattr__(self, "micro_batch_size", count)  # a Python integer, even if a NumPy integer was passed
             if not self.is_global:
                 raise ValueError(
-                    f"`micro_batch_size={count}` divides a constant global batch only: pass "
+                    f"`micro_batch_size={count}` splits only a constant global batch: pass "
                     "`split_batches=True` too, or set the size of a worker's batch in its loader."
                 )
 

@@ -35,8 +35,8 @@ def split_batch_size(requested: int, num_workers: int) -> int:
     per_worker = num_samples // size
     if per_worker == 0:
         raise ValueError(
-            f"`config[{BATCH_SIZE!r}]={num_samples}` with `num_workers={size}`: this batch size is that of all "
-            f"workers together, so it must be at least their number. Raise it to {size} or more, or use fewer workers."
+            f"`config[{BATCH_SIZE!r}]={num_samples}` with `num_workers={size}`: this batch size is the global one, for "
+            f"all workers, so it must be at least `num_workers`. Raise it to {size} or more, or use fewer workers."
         )
     return per_worker
 

@@ -35,8 +35,8 @@ class Placement:
             near = get_close_matches(str(self.placement_strategy).upper(), _STRATEGIES, 1)
             hint = f' Did you mean "{near[0]}"?' if near else ""
             raise ValueError(
-                f'`placement_strategy={self.placement_strategy!r}`: allowed are "PACK" (as few nodes as there is room '
-                f'on), "SPREAD" (as many) and None (what the trainer does by itself).{hint}'
+                f'`placement_strategy={self.placement_strategy!r}`: allowed are "PACK" (as few nodes as '
+                f'possible), "SPREAD" (as many nodes as possible) and None (the trainer chooses).{hint}'
             )
         checks.check_runtime_env("runtime_env", self.runtime_env)
 

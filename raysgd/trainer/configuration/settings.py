@@ -89,8 +89,8 @@ class GroupSettings:
         for applies, what in (*own, *obstacles):
             if self.spare_workers and applies:
                 raise ValueError(
-                    f"`spare_workers={self.spare_workers}` with {what} cannot work: no spare can step in there. Use "
-                    f"{way_out}, or no spares."
+                    f"`spare_workers={self.spare_workers}` with {what} cannot work: no spare can replace a lost "
+                    f"worker. Use {way_out}, or no spares."
                 )
 
 

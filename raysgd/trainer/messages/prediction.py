@@ -140,7 +140,7 @@ def check_rows(output: Any, num_rows: int, name: str) -> None:
         ValueError: The number of rows differs.
     """
     if not any(True for _ in trees.leaves(output)):
-        raise ValueError(f"`{name}.predict_batch` returned {output!r}: return an output with a row for each row.")
+        raise ValueError(f"`{name}.predict_batch` returned {output!r}: return an output with one row per input row.")
     for part, leaf in trees.leaves(output):
         found = trees.rows_of(leaf)
         if found != num_rows:
@@ -151,7 +151,7 @@ def check_rows(output: Any, num_rows: int, name: str) -> None:
 def _wrong(name: str, part: str, what: str, num_rows: int) -> str:
     where = f" under `{part}`" if part else ""
     return (
-        f"`{name}.predict_batch` returned {what}{where} for a batch of {num_rows} rows: return one for each row, in "
-        "the order of the batch, as a tensor, an array, or a list with an entry for each row; for several outputs "
+        f"`{name}.predict_batch` returned {what}{where} for a batch of {num_rows} rows. Return one row per input row, "
+        "in the order of the batch, as a tensor, an array, or a list with an entry for each row. For several outputs, "
         "return a tuple or a dict of these."
     )

@@ -88,7 +88,7 @@ def num_rows_of(arrays: Any) -> int:
     found = {name: trees.rows_of(leaf) for name, leaf in trees.leaves(arrays)}
     if len(set(found.values())) != 1 or None in found.values():
         sizes = ", ".join(f"{name or 'it'}: {rows}" for name, rows in found.items())
-        raise ValueError(f"The arrays have different numbers of rows, or none ({sizes}): pass arrays of one length.")
+        raise ValueError(f"The arrays have different numbers of rows, or none ({sizes}): pass arrays of equal length.")
     return next(rows for rows in found.values() if rows is not None)
 
 
@@ -162,7 +162,7 @@ def _columns_of(frame: Any, columns: Sequence[str]) -> Any:
         if name not in frame.columns:
             known = [str(each) for each in frame.columns]
             raise KeyError(
-                f"`feature_columns`: the data frame has no column {name!r}.{did_you_mean(str(name), known)} It has "
+                f"`feature_columns`: the data frame has no column {name!r}.{did_you_mean(str(name), known)} Available: "
                 f"{', '.join(known)}."
             )
     return frame[columns]

@@ -29,7 +29,7 @@ REASONS_OF_TORCH = (
     "of one forward pass (add the losses up)"
 )
 _ADVICE = (
-    "Replicas that exchange gradients have to stay equal. Likely reasons: {reasons}; random numbers or learning "
+    "Replicas that exchange gradients have to stay in sync. Likely reasons: {reasons}; random numbers or learning "
     "rates that differ between workers; a batch that some workers skipped. {way_out}"
 )
 _WAY_OUT = (
@@ -123,7 +123,7 @@ def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: st
     found = _difference(sums) if len(sums) == len(told) > 1 else ""
     if found:
         advice = _ADVICE.format(reasons=reasons, way_out=way_out)
-        raise RanksDifferError(f"The workers' models are no longer equal: {found}. {advice}")
+        raise RanksDifferError(f"The workers' models are no longer in sync: {found}. {advice}")
 
 
 def _difference(sums: Mapping[int, WeightSums]) -> str:

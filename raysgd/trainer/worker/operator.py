@@ -320,7 +320,7 @@ def made_by_hand(operator_cls: type[Any]) -> TypeError:
     """Return the error to raise when a program instantiates an operator itself."""
     name = operator_cls.__name__
     return TypeError(
-        f"`{name}()`: workers make the operators, each its own. Pass the class itself, `training_operator_cls={name}`."
+        f"`{name}()`: each worker creates its own operator. Pass the class itself, `training_operator_cls={name}`."
     )
 
 

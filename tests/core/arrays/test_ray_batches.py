@@ -82,7 +82,7 @@ def test_a_loader_waits_for_its_share_unless_it_is_alone() -> None:
     alone = RayLoader(batches, World(0, 1), as_lists)
     assert list(alone) == list(alone) == [[1, 2], [3]]
     shared = RayLoader(batches, World(1, 2), as_lists)
-    with pytest.raises(RuntimeError, match="has no part of the Ray Data dataset yet"):
+    with pytest.raises(RuntimeError, match="has no shard of the Ray Data dataset yet"):
         iter(shared)
     shared.iterator = batches.shares(2)[1].iterator
     assert list(shared) == [[3]]
@@ -117,7 +117,7 @@ class TestTensors:
         assert batch.tolist() == [0, 1]
 
     def test_a_column_that_there_is_not(self) -> None:
-        with pytest.raises(ValueError, match=r"no column 'w': it has \['text', 'x', 'y', 'z'\]"):
+        with pytest.raises(ValueError, match=r"no column 'w'\. Available: \['text', 'x', 'y', 'z'\]"):
             as_batch(ARRAYS, form(feature_columns="w", label_column="y"))
 
     @pytest.mark.parametrize(

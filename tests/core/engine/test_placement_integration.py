@@ -203,7 +203,7 @@ def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
     with pytest.raises(ReservationTimeoutError):
         Reservation(ONE, 3).wait(0.3)
     assert warnings_in(caplog) == [
-        "waiting for resources: 3 workers with {'CPU': 1.0} each, there is room for 1 now; giving up after 0.3 s"
+        "waiting for resources: 3 workers with {'CPU': 1.0} each, resources for 1 are free now; giving up after 0.3 s"
     ]
 
 

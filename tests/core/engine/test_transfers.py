@@ -112,5 +112,5 @@ def test_a_part_is_read_where_it_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
     lost, copy = StoredPart("a", "lost"), StoredPart("b", "copy")
     parts = DividedValue((None, None), ((lost, copy), (lost, StoredPart("b", "lost too"))))
     assert parts[0] == "what copy names"
-    with pytest.raises(LostPartError, match="what rank 1 had of it"):
+    with pytest.raises(LostPartError, match="the shard of rank 1"):
         parts[1]

@@ -123,7 +123,9 @@ def test_a_ledger_says_what_is_missing(accounts: Accounts) -> None:
     accounts.begin_call()
     found = accounts.ledger(2)
     assert found.notes == ("rank 1 has not answered yet",)
-    with pytest.raises(ValueError, match=r"`rank=1` has no ledger: known are \[0\]; rank 1 has not answered yet"):
+    with pytest.raises(
+        ValueError, match=r"`rank=1` has no ledger: available ranks are \[0\]; rank 1 has not answered yet"
+    ):
         found.of(1)
     assert accounts.ledger(1000).notes == ("ranks 1-999 have not answered yet",)
     accounts.note_end()

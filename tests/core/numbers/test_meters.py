@@ -304,7 +304,10 @@ class TestMetricObjects:
         summary = meters.summary()
         assert math.isnan(summary["spread"])
         assert summary.objects["spread"].seen == [1.0]  # type: ignore[attr-defined]
-        assert "metric `spread` has no value on the share of this worker alone: need two" in caplog.text
+        assert (
+            "metric `spread` cannot be computed on this worker's share alone, so it reports NaN: need two"
+            in caplog.text
+        )
 
     def test_are_refused_where_nothing_can_capture_them(self) -> None:
         with pytest.raises(TypeError, match="metric `spread` is a `FakeMetric`: allowed are numbers"):

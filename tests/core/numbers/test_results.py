@@ -168,7 +168,7 @@ class TestMetrics:
         assert repr(result) == repr(dict(result))
 
     def test_a_count_that_is_not_there_is_missed_by_its_name(self) -> None:
-        with pytest.raises(AttributeError, match="no 'epoch'; it has 'num_samples', 'val_loss'"):
+        with pytest.raises(AttributeError, match=r"no 'epoch'\. Available: 'num_samples', 'val_loss'"):
             _ = merge([MetricSummary({"num_samples": 12, "val_loss": 0.5})]).epoch
 
 

@@ -183,7 +183,7 @@ def test_a_run_of_a_function_leaves_none(tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_config_with_secrets_is_needed_again(tmp_path: Path) -> None:
     arguments = {"train_loop_per_worker": loop, "train_loop_config": {"lr": 1, "pwd": "abc"}}
     save_trainer(open_folder(tmp_path / "run"), DataParallelTrainer, arguments)
-    with pytest.raises(ValueError, match=r"`train_loop_config` was .*'pwd': '\*\*\*'.*Pass all of it again"):
+    with pytest.raises(ValueError, match=r"`train_loop_config` was .*'pwd': '\*\*\*'.*Pass the whole value again"):
         restore(DataParallelTrainer, tmp_path / "run")
     again, _ = restore(DataParallelTrainer, tmp_path / "run", train_loop_config={"lr": 1, "pwd": "abc"})
     assert again._arguments["train_loop_config"] == {"lr": 1, "pwd": "abc"}

@@ -73,7 +73,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: float) -> None:
     content = bytearray(path.read_bytes())
     content[int(place * 40000)] ^= 4
     path.write_bytes(content)
-    with pytest.raises(CheckpointCorruptedError, match="no intact checkpoint"):
+    with pytest.raises(CheckpointCorruptedError, match="not an intact checkpoint"):
         checkpoint_file.read(path)
 
 

@@ -405,10 +405,10 @@ def large_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def assert_corrupted(path: Path, content: bytes | bytearray) -> None:
     path.write_bytes(content)
     for weights_only in (True, False):
-        with pytest.raises(CheckpointCorruptedError, match=r"last\.pt` is no intact checkpoint"):
+        with pytest.raises(CheckpointCorruptedError, match=r"last\.pt` is not an intact checkpoint"):
             read(path, weights_only=weights_only)
         with (
-            pytest.raises(CheckpointCorruptedError, match=r"last\.pt` is no intact checkpoint"),
+            pytest.raises(CheckpointCorruptedError, match=r"last\.pt` is not an intact checkpoint"),
             mapped(path, weights_only=weights_only),
         ):
             pass

@@ -210,7 +210,7 @@ def test_every_sample_is_used_once_by_any_number_of_workers(size: int) -> None:
         ([1], TypeError, "`dataset=` got `list`: need a `DataLoader`"),
         ((X, Y[:3]), ValueError, "different numbers of rows"),
         (lambda config, batch_size: 3, TypeError, "The creator in `dataset=` returned a `int`"),
-        (Arrays(FRAME), ValueError, r"not numbers, \['text'\]"),
+        (Arrays(FRAME), ValueError, r"non-numeric columns, \['text'\]"),
     ],
 )
 def test_other_data_are_refused(trainer: TorchTrainer, data: Any, error: type[Exception], words: str) -> None:

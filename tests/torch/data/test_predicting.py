@@ -212,9 +212,9 @@ def test_a_frame_keeps_its_index_and_may_have_other_columns(stock: TorchTrainer,
     assert list(found.columns) == ["prediction_0", "prediction_1"]
     assert list(found.index) == list(frame().index)
     assert np.abs(found.to_numpy() - expected).max() < 1e-6
-    with pytest.raises(ValueError, match=r"not numbers, \['text'\]: name those .* `feature_columns`"):
+    with pytest.raises(ValueError, match=r"non-numeric columns, \['text'\]\. Select .* `feature_columns`"):
         stock.predict(frame().assign(text="no number"))
-    with pytest.raises(KeyError, match=r"`feature_columns`: the data frame has no column 'd'\. It has a, b, c\."):
+    with pytest.raises(KeyError, match=r"`feature_columns`: the data frame has no column 'd'\. Available: a, b, c\."):
         stock.predict(frame(), feature_columns=["a", "d"])
 
 

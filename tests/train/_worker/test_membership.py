@@ -87,7 +87,7 @@ def test_a_rank_that_holds_the_gradients_steps_if_another_one_has(is_behind: boo
 def test_a_rank_without_the_gradients_of_a_step_that_another_one_took_does_not_go_on() -> None:
     rank = Rank()
     rank.membership.leave()
-    with pytest.raises(RuntimeError, match="no gradients of"):
+    with pytest.raises(RuntimeError, match="whose gradients this rank does not have"):
         rank.membership.join(World(0, 2), True)
 
 

@@ -35,7 +35,7 @@ def of_two(config: dict[str, Any], more: int) -> None:
 
 
 WRONG = [
-    ({"scaling_config": {"num_worker": 2}}, ValueError, "The names are .*num_workers"),
+    ({"scaling_config": {"num_worker": 2}}, ValueError, "Available: .*num_workers"),
     ({"scaling_config": {"num_workers": 0}}, ValueError, "num_workers"),
     ({"datasets": {"train": "path"}}, ValueError, r"`datasets\['train'\]"),
     ({"datasets": {"val": 5}}, ValueError, r"`datasets\['val'\]=5`: need a dataset"),

@@ -158,7 +158,7 @@ class TestWhoGetsWhat:
 
 class TestBadInput:
     def test_what_cannot_be_divided_is_named(self) -> None:
-        with pytest.raises(TypeError, match=r"`datasets\['train'\]` is a `list`, which cannot be divided"):
+        with pytest.raises(TypeError, match=r"`datasets\['train'\]` is a `list`, which cannot be sharded"):
             DatasetShards({"train": [1, 2]})
         assert DatasetShards({"train": [1, 2]}, DataConfig([]))(2) == [{"train": [1, 2]}] * 2
 

@@ -159,12 +159,12 @@ class TestKeywordsOfReports:
         ids=str,
     )
     def test_that_have_none_are_refused(self, start: Start, keywords: dict[str, Any]) -> None:
-        with pytest.raises(TypeError, match=r"`report` takes either|need a `raysgd\.air\.Checkpoint`"):
+        with pytest.raises(TypeError, match=r"`report` accepts either|need a `raysgd\.air\.Checkpoint`"):
             start(lambda: session.report(**keywords)).next(0)
 
     @pytest.mark.parametrize("keyword", ["metrics", "loss"])
     def test_do_not_stand_beside_a_dict(self, start: Start, keyword: str) -> None:
-        with pytest.raises(TypeError, match="`report` takes either"):
+        with pytest.raises(TypeError, match="`report` accepts either"):
             start(lambda: session.report({"loss": 1}, **{keyword: {"b": 2}})).next(0)
 
 
@@ -356,7 +356,7 @@ class TestData:
         names = ["train", "other", None]
         start(lambda: seen.extend(map(session.get_dataset_shard, names)), shard={"train": [1, 2]}).next(0)
         assert seen == [[1, 2], None, [1, 2]]
-        assert "there is no dataset 'other', but there are ['train']" in caplog.text
+        assert "there is no dataset 'other' (available: ['train'])" in caplog.text
 
     def test_has_to_be_named_where_there_are_several(self, start: Start) -> None:
         with pytest.raises(RuntimeError, match=r"\['a', 'b'\]"):
@@ -403,7 +403,7 @@ class TestSurroundings:
         foreign = pytest.importorskip("ray.air.session")
         pytest.importorskip("ray.tune")
         assert start(lambda: foreign.report({"loss": 1})).next(0) != FunctionEnded()
-        with pytest.raises(SessionMisuseError, match=r"instead of `ray\.air\.session`\. `trial_name` was asked for"):
+        with pytest.raises(SessionMisuseError, match=r"instead of `ray\.air\.session`\. `trial_name` was requested"):
             start(foreign.get_trial_name).next(0)
 
     def test_any_other_warning_stays_one(self, start: Start) -> None:

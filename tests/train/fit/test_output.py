@@ -162,7 +162,7 @@ class TestParameters:
         write_parameters(tmp_path, {"lock": threading.Lock(), "lr": 1})
         assert json.loads((tmp_path / "params.json").read_text())["lr"] == 1
         assert not (tmp_path / "params.pkl").exists()
-        assert "no params.pkl: the config cannot be pickled" in caplog.text
+        assert "params.pkl was not written, because the config cannot be pickled" in caplog.text
 
 
 class TestErrors:

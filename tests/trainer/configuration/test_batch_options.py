@@ -18,7 +18,7 @@ CONSTANT = {"split_batches": True}
     [
         ({"split_batches": "constant"}, "`split_batches='constant'`: allowed are True and False"),
         ({"split_batches": None}, "`split_batches=None`: allowed are True and False"),
-        ({"micro_batch_size": 4}, "divides a constant global batch only"),
+        ({"micro_batch_size": 4}, "splits only a constant global batch"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(options: dict[str, Any], message: str) -> None:

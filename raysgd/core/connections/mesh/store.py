@@ -50,8 +50,8 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
     def add(self, key: str, amount: int) -> int:
         """Raise an error. No group needs a counter, and the board would need one rank to count for all."""
         raise NotImplementedError(
-            "the store of this process group does not count: make groups without `use_local_synchronization=True`, and "
-            "leave the variable `TORCH_DIST_INIT_BARRIER` unset."
+            "the store of this process group has no counters. Create groups without `use_local_synchronization=True`, "
+            "and leave the variable `TORCH_DIST_INIT_BARRIER` unset."
         )
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:

@@ -94,7 +94,7 @@ class TimeLedger:
         """
         if rank in self.ranks:
             return self.ranks[rank]
-        known = f"known are {sorted(self.ranks)}" if self.ranks else "no rank has told anything yet"
+        known = f"available ranks are {sorted(self.ranks)}" if self.ranks else "no rank has reported yet"
         raise ValueError(f"`rank={rank!r}` has no ledger: {'; '.join([known, *self.notes])}.")
 
     def total(self) -> dict[str, float]:

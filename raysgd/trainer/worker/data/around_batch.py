@@ -27,7 +27,10 @@ def note(logged: MutableMapping[str, Any], name: str, value: Any) -> None:
     if not isinstance(name, str) or not name:
         raise TypeError(f'`log({name!r}, ...)`: the first argument is the name of a metric, such as "iou".')
     if name in _COUNTERS:
-        raise ValueError(f"`log({name!r}, ...)`: this counts what metrics are averaged by. Return it from the method.")
+        raise ValueError(
+            f"`log({name!r}, ...)`: this name is reserved for the weight of averages. Return it from the method "
+            "instead."
+        )
     if hasattr(value, "graph"):
         raise TypeError(
             f"`log({name!r}, ...)` inside a graph of TensorFlow: return the value from `train_step` or `test_step`, or "

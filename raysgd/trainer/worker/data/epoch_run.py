@@ -295,4 +295,4 @@ class EpochRun:
 
     def _tell_what_is_missing(self, lost: Sequence[MetricSummary]) -> None:
         for name in self.meters.object_names if any(map(num_samples_of, lost)) else ():
-            logger.warning("the metric object `%s` does not cover what lost workers had seen", name)
+            logger.warning("the metric object `%s` does not cover the samples that lost workers had processed", name)

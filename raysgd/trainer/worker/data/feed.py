@@ -257,8 +257,8 @@ class DataFeed(ABC):
         position = self._to_resume
         if position and position.get("is_unknown"):
             logger.warning(
-                "epoch %s stopped in the middle, and the library does not divide this train data, so its position is "
-                "unknown: reading it from the beginning",
+                "epoch %s stopped in the middle, and the library does not shard this train data, so the position is "
+                "unknown; reading the data from the beginning",
                 position["pass_index"],
             )
         elif position and has_divided_source(stream) and stream.source.load_state(position) and position["is_mid_pass"]:

@@ -17,7 +17,7 @@ def require(holds: bool, finding: str) -> None:
         ValueError: `holds` is False. The message contains `finding`.
     """
     if not holds:
-        raise ValueError(f"The state does not fit, nothing was loaded: {finding}.")
+        raise ValueError(f"The state does not match, so nothing was loaded: {finding}.")
 
 
 def check_progress(epoch: Any, resume: Any) -> None:
@@ -81,6 +81,6 @@ def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: st
             )
         if len(state[key]) != count:
             raise ValueError(
-                f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was loaded; "
-                "load it with what saved it."
+                f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was loaded. "
+                "Load the state into an operator like the one that saved it."
             )

@@ -137,7 +137,7 @@ def test_pytorch_finds_a_store_with_all_that_process_groups_ask_of_one(boards: l
     assert stores[2].check(["word"])
     assert not stores[2].check(["word", "another"])
     assert stores[0].multi_get(["word", "number"]) == [b"text", b"6"]
-    with pytest.raises(Exception, match="does not count: make groups without `use_local_synchronization=True`"):
+    with pytest.raises(Exception, match=r"has no counters. Create groups without `use_local_synchronization=True`"):
         stores[0].add("number", 1)
 
 

@@ -44,7 +44,7 @@ def test_the_largest_avoidable_part_adds_recoveries_up() -> None:
 
 
 def test_a_rank_that_told_nothing_is_named() -> None:
-    with pytest.raises(ValueError, match="`rank=3` has no ledger: no rank has told anything yet; soon"):
+    with pytest.raises(ValueError, match="`rank=3` has no ledger: no rank has reported yet; soon"):
         TimeLedger(notes=("soon",)).of(3)
 
 

@@ -360,4 +360,4 @@ def test_a_metric_object_that_lacks_what_lost_workers_had_seen_is_named(caplog: 
     run.rows.note(0, dict([told("b", gone)]))
     run.settle({"a"})
     run.with_lost(EpochAnswer(averages(loss=1.0), None, 1))
-    assert "the metric object `grows` does not cover what lost workers had seen" in caplog.text
+    assert "the metric object `grows` does not cover the samples that lost workers had processed" in caplog.text

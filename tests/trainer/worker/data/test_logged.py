@@ -163,5 +163,7 @@ class Takes(LinearOperator):
 def test_names_of_the_library_are_refused(make_local: Make, method: str, name: str) -> None:  # noqa: F811
     trainer = make_local(Takes, config={"method": method, "name": name})
     call = trainer.validate if method == "validate_batch" else trainer.train
-    with pytest.raises(ValueError, match=rf"called `{name}`, which the library reports: call it `my_{name}`"):
+    with pytest.raises(
+        ValueError, match=rf"the metric name `{name}` is reserved for the library: use another, such as `my_{name}`"
+    ):
         call()
