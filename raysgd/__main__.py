@@ -1,4 +1,4 @@
-"""Makes `python -m raysgd` the same as the command `raysgd`."""
+"""Entry point of `python -m raysgd`, which runs the command `raysgd`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Small helpers that user code imports: names of special metrics, meters, timers, and three functions.
+"""Small helpers for user code: names of special metrics, meters, timers, and three functions.
 
-The meters and timers are defined in other modules; this is their public address.
+The meters and timers are defined in other modules. This module is their public import path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Key of a training batch's `batch_info`: True if the batch repeats samples, with weight 0, because only other workers
+# Key of a training batch's `batch_info`. True if the batch repeats samples with weight 0, because only other workers
 # have samples left.
 IS_PADDING = "is_padding"
 
@@ -40,16 +40,16 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def check_for_failure(remote_values: Iterable[Any]) -> bool:
-    """Wait for results of Ray actors. Return True if all workers lived.
+    """Wait for results of Ray actors. Return True if all workers survived.
 
     Args:
-        remote_values: Object references. They are read in the order in which they get ready.
+        remote_values: Object references. They are read in the order in which they become ready.
 
     Returns:
-        True if all succeeded; False as soon as one shows that its worker or node died, which is logged.
+        True if all tasks succeeded. False once a result shows that its worker or node died; this is logged.
 
     Raises:
-        Exception: Any other error of a task, unchanged.
+        Exception: A task raised any other error, which is passed through unchanged.
     """
     import ray
     from ray.exceptions import NodeDiedError, RayActorError, WorkerCrashedError
@@ -75,7 +75,7 @@ def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
         ...         return "hello"
 
     Raises:
-        AssertionError: The class has no attribute of that name. Raised when the method is defined.
+        AssertionError: The class has no attribute with the method's name. Raised when the method is defined.
     """
 
     def check(method: FunctionT) -> FunctionT:
@@ -90,7 +90,7 @@ def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
 
 
 def find_free_port() -> int:
-    """Return a TCP port on which nothing listens at the moment, on any interface of this machine."""
+    """Return a TCP port that is currently free on all interfaces of this machine."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", 0))

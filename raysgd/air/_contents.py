@@ -1,10 +1,12 @@
-"""The contents of checkpoints: a dict, a folder, or an object reference. Each can be read as a dict and as files.
+"""The contents of checkpoints: a dict, a folder or an object reference. Each can be read as a dict or as files.
 
-* A dict is one file in a folder, `dict_checkpoint.pkl`. Other entries of that folder are part of the dict, as archives.
-* A folder without that file becomes a dict with one archive of all its files, and the content of each `KEY.meta.pkl`.
+* A dict is stored in a folder as one file, `dict_checkpoint.pkl`. Other entries of that folder become part of the dict,
+  as tar archives.
+* A folder without that file becomes a dict with one archive of all files, and the unpickled content of each
+  `KEY.meta.pkl` under `KEY`.
 
-Reading a pickle may run code: read checkpoints only from sources that you trust. Names and archives never write outside
-of the target folder.
+Unpickling may run code: read checkpoints only from sources that you trust. Names and archives cannot write outside the
+target folder.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ EXTRA_FILES_KEY = "_ray_additional_checkpoint_files"
 
 
 class DictContent:
-    """The content of a dict.
+    """Checkpoint content held as a dict.
 
     Args:
-        data: The dict; or the `ray.ObjectRef` of one in Ray's object store, fetched at each use.
+        data: The dict, or a `ray.ObjectRef` to a dict in Ray's object store, fetched on each use.
         metadata: The user's metadata.
     """
 
@@ -52,11 +54,11 @@ class DictContent:
 
     @property
     def representation(self) -> tuple[str, Any]:
-        """The kind, by its name in the old library, and the data."""
+        """The name of the representation in the old library, and the data."""
         return "object_ref" if self.is_stored else "data_dict", self._data
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole content in memory."""
+        """Return the whole content as a dict."""
         data: Any = self._data
         if self.is_stored:
             import ray
@@ -81,17 +83,17 @@ class DictContent:
         self._metadata = dict(metadata)
 
     def portable(self) -> DictContent:
-        """Return the content in a form for other processes, possibly on another machine."""
+        """Return the content in a form that other processes can read, possibly on another machine."""
         return self
 
 
 class FolderContent:
-    """The content of a folder, on disk or in remote storage.
+    """Checkpoint content held in a folder, on disk or in remote storage.
 
     Args:
         folder: The folder.
-        goes_by_place: True to pickle its location instead of its files. A dict in it is included, for machines that
-            cannot see the folder.
+        goes_by_place: True to pickle its location instead of its files. If the folder holds a dict, the dict is pickled
+            too, for machines that cannot see the folder.
     """
 
     def __init__(self, folder: Folder, goes_by_place: bool = False) -> None:
@@ -107,7 +109,7 @@ class FolderContent:
 
     @contextmanager
     def on_disk(self) -> Iterator[Path]:
-        """Yield the folder, or a temporary copy of it."""
+        """Yield the path of the folder, or of a temporary copy if the folder is remote."""
         if self.folder.is_local:
             if not self.folder.exists():
                 raise FileNotFoundError(
@@ -152,7 +154,7 @@ def _arrived(folder: Folder, copy: DictContent | None) -> Content:
 
 
 Content = DictContent | FolderContent
-"""The type of all contents: the other classes derive from these two."""
+"""The type of all contents. Other content classes derive from these two."""
 
 
 def folder_as_dict(folder: Path) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def folder_as_dict(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no such folder.
-        CheckpointCorruptedError: `dict_checkpoint.pkl` is no dict.
+        CheckpointCorruptedError: `dict_checkpoint.pkl` does not contain a dict.
     """
     entries = sorted(entry for entry in folder.iterdir() if entry.name != METADATA_FILE)
     file = folder / DICT_FILE
@@ -175,10 +177,10 @@ def folder_as_dict(folder: Path) -> dict[str, Any]:
 
 
 def write_dict(content: Mapping[str, Any], folder: Path) -> None:
-    """Write a dict into a folder, or unpack a dict that was made from a folder.
+    """Write a dict into a folder, or unpack a dict that was created from a folder.
 
     Raises:
-        CheckpointCorruptedError: A name or archive in it leads outside of the folder, or an archive is invalid.
+        CheckpointCorruptedError: A key or archive leads outside the folder, or an archive is invalid.
     """
     if FOLDER_KEY in content:
         for key, value in content.items():
@@ -197,7 +199,11 @@ def _is_meta(entry: Path) -> bool:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of an entry of a folder."""
+    """Return the path of an entry of a folder.
+
+    Raises:
+        CheckpointCorruptedError: The name would lead outside the folder.
+    """
     if len(PurePosixPath(name).parts) != 1 or name in (".", ".."):
         raise CheckpointCorruptedError(f"The checkpoint has the key {name!r}, which cannot be the name of a file.")
     return folder / name
@@ -212,7 +218,7 @@ def _packed(entries: Iterable[Path]) -> bytes:
 
 
 def _unpack(data: Any, folder: Path) -> None:
-    """Unpack an archive. The filter refuses absolute names, names and links outside of the folder, and devices."""
+    """Unpack an archive. The filter rejects absolute names, names and links outside the folder, and device files."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             archive.extractall(folder, filter="data")

@@ -1,6 +1,6 @@
 """The training function that runs in this process: its session, and facts about its trial.
 
-If Ray Tune itself runs the function as a trial, as in programs for Ray AIR, there is no session.
+There is no session if Ray Tune itself runs the function as a trial, as in programs written for Ray AIR.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """Facts about a run that its function can query, or that its workers need to store checkpoints.
+    """Facts about a run. Its function can query them, and its workers need them to store checkpoints.
 
     Attributes:
-        folder: The folder of the trial.
+        folder: The trial's folder.
         experiment_name: Name of the run.
         name: Name of the trial.
         id: Id of the trial.
-        scaling: The scaling config of the run.
-        metadata: The `metadata` of the trainer.
+        scaling: The run's scaling config.
+        metadata: The trainer's `metadata`.
         workdir: Working directory for the function; None to leave it unchanged.
-        keeps_files: True if checkpoints are written as files; otherwise the newest one is kept in memory.
+        keeps_files: True if checkpoints are written as files. Otherwise only the newest checkpoint is stored, in
+            memory.
     """
 
     folder: Folder
@@ -48,12 +49,12 @@ class TrialFacts:
 
     @property
     def directory(self) -> str:
-        """The folder of the trial: a path, or a URI."""
+        """The trial's folder: a path, or a URI."""
         return str(self.folder.local_path) if self.folder.is_local else self.folder.uri
 
 
 class RunningSession(Protocol):
-    """One run of a function in this process, as the function sees it."""
+    """The session of one run of a function in this process, as the function sees it."""
 
     facts: TrialFacts | None
     accelerator: Any
@@ -65,29 +66,32 @@ class RunningSession(Protocol):
         """This worker's rank and the number of workers."""
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords of `report` are a dict of metrics and a checkpoint, False if each is a metric."""
+        """Return True if the keywords of `report` are `metrics` and `checkpoint`, False if each is a metric."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
         """Send metrics, optionally with a checkpoint."""
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Ask the driver, and return its answer. All ranks ask, each with its own data."""
+        """Send a request to the driver and return its answer. All ranks must call this, each with its own data."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Send a checkpoint."""
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint, or the one that the function started from."""
+        """Return the newest checkpoint, or the checkpoint that the function started from."""
 
     def current_checkpoint(self) -> Any:
-        """Return the checkpoint of `load_checkpoint` as a `Checkpoint`."""
+        """Return the result of `load_checkpoint` as a `Checkpoint`."""
 
     def dataset_shard(self, name: str | None) -> Any:
-        """Return this worker's part of a dataset."""
+        """Return this worker's shard of a dataset."""
 
 
 class Alone:
-    """Replaces the session for helpers of a function outside a run, as the only worker and without a driver."""
+    """Stands in for the session outside a run, for helpers that functions call.
+
+    Acts as a single worker without a driver.
+    """
 
     accelerator: Any = None
     membership: Any = None
@@ -98,7 +102,7 @@ class Alone:
         return place()
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Return the data of the only rank."""
+        """Return `data`, because this is the only rank."""
         return data
 
 
@@ -114,7 +118,7 @@ def current_session() -> RunningSession | None:
 
 
 def helper_session() -> RunningSession | Alone:
-    """Return the session of the function in this process; outside a run, that of a single worker."""
+    """Return the session of the function in this process. Outside a run, return a stand-in for a single worker."""
     return _current or _alone
 
 
@@ -125,7 +129,7 @@ def open_session(session: RunningSession) -> None:
 
 
 def close_session(session: RunningSession | None) -> None:
-    """Remove the session of this process, if it is this one."""
+    """Remove the current session of this process if it is `session`."""
     global _current
     if _current is session:
         _current = None
@@ -135,13 +139,13 @@ _once = Once()
 
 
 def place() -> World:
-    """Return this worker's rank and the number of workers; outside a run, those of a single worker."""
+    """Return this worker's rank and the number of workers. Outside a run, return those of a single worker."""
     session = current_session()
     return session.world if session is not None else World(rank=0, size=1, local_size=0)
 
 
 def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | None:
-    """Return the current session. If there is none, warn, once for each function, and return None."""
+    """Return the current session. Without a session, warn once per function and return None."""
     session = current_session()
     if session is not None:
         return session
@@ -153,7 +157,7 @@ def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | N
 
 
 def tune_here() -> Any:
-    """Return `ray.tune` if it runs the function as a trial, else None. This uses a private function of Ray."""
+    """Return `ray.tune` if Ray Tune runs the function as a trial, else None. Uses a private function of Ray."""
     if _current is not None:
         return None
     tune = sys.modules.get("ray.tune")
@@ -162,7 +166,7 @@ def tune_here() -> Any:
 
 
 def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-    """Pass a report to the trial, which stores the files of a checkpoint before this returns."""
+    """Pass a report to the trial. Ray Tune stores the checkpoint's files before this returns."""
     if checkpoint is None:
         tune.report(dict(metrics))
         return
@@ -172,7 +176,7 @@ def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | No
 
 def checkpoint_of(tune: Any) -> Checkpoint | None:
     """Return the checkpoint that the trial continues from."""
-    from raysgd.air.checkpoint import Checkpoint  # not at the top, because it loads the storage modules
+    from raysgd.air.checkpoint import Checkpoint  # imported here because it loads the storage modules
 
     found = tune.get_checkpoint()
     return Checkpoint(found.path, found.filesystem) if found is not None else None

@@ -1,7 +1,4 @@
-"""`Checkpoint`: the saved state of a run, as a dict in memory, or a folder on disk or in remote storage.
-
-One class replaces both `ray.air.Checkpoint` and `ray.train.Checkpoint` (ADR 86).
-"""
+"""`Checkpoint`: the saved state of a run, as a dict in memory or as a folder on disk or in remote storage."""
 
 from __future__ import annotations
 
@@ -42,7 +39,9 @@ _short.maxstring = _short.maxother = 200
 
 
 class Checkpoint:
-    """A saved state. You can make it from any of its forms, and convert it to any other.
+    """The saved state of a run.
+
+    Create a checkpoint from a dict, bytes, an object reference, a folder or a URI, and convert it to any of these.
 
     Examples:
         >>> checkpoint = Checkpoint.from_dict({"epoch": 3})
@@ -50,20 +49,21 @@ class Checkpoint:
         ...     Checkpoint.from_directory(folder).to_dict()
         {'epoch': 3}
 
-    A checkpoint in a folder of this machine is pickled with its content, one in remote storage with its location only.
+    A checkpoint in a local folder is pickled with its content. A checkpoint in remote storage is pickled as its
+    location only.
 
-    Reading a checkpoint may run code that it contains: read only those you trust.
+    Reading a checkpoint may run code that it contains: read only checkpoints that you trust.
 
     Args:
-        path: A folder, the URI of one, or a `raysgd.storage.Folder`.
+        path: A folder, a folder's URI, or a `raysgd.storage.Folder`.
         filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
-        local_path: A folder.
-        data_dict: The state itself.
-        uri: The URI of a folder.
+        local_path: A local folder.
+        data_dict: A dict with the state.
+        uri: A folder's URI.
         obj_ref: A reference to a dict in Ray's object store.
 
     Raises:
-        ValueError: None of these was passed, or more than one.
+        ValueError: None or several of these arguments were passed.
     """
 
     def __init__(
@@ -95,21 +95,27 @@ class Checkpoint:
 
     @classmethod
     def from_dict(cls: type[CheckpointType], data: Mapping[str, Any]) -> CheckpointType:
-        """Return a checkpoint with the content of a dict.
+        """Create a checkpoint from a dict.
 
         Raises:
-            RuntimeError: It is no dict.
-            ValueError: It is empty.
+            RuntimeError: `data` is not a dict.
+            ValueError: `data` is empty.
         """
         return cls(data_dict=_checked_dict(data))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content as a dict. A folder without a dict becomes one archive, under the key `fs_checkpoint`."""
+        """Return the content as a dict.
+
+        A folder that holds no dict becomes a tar archive, under the key `fs_checkpoint`.
+        """
         return self._content.as_dict()
 
     @classmethod
     def from_bytes(cls: type[CheckpointType], data: bytes) -> CheckpointType:
-        """Return a checkpoint from the result of `to_bytes`, or from another pickle, as `{"bytes_data": ...}`."""
+        """Create a checkpoint from the result of `to_bytes`.
+
+        Another pickled value is stored as `{"bytes_data": value}`.
+        """
         content = pickle.loads(data)
         return cls(data_dict=content if isinstance(content, dict) else {_BYTES_KEY: content})
 
@@ -123,7 +129,7 @@ class Checkpoint:
 
     @classmethod
     def from_object_ref(cls: type[CheckpointType], obj_ref: ray.ObjectRef[Any]) -> CheckpointType:
-        """Return a checkpoint of a dict in Ray's object store."""
+        """Create a checkpoint from a reference to a dict in Ray's object store."""
         return cls(obj_ref=obj_ref)
 
     def to_object_ref(self) -> ray.ObjectRef[Any]:
@@ -138,7 +144,7 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls: type[CheckpointType], path: str | Path) -> CheckpointType:
-        """Return a checkpoint of a folder, which stays where it is.
+        """Create a checkpoint from a folder. The folder is not moved or copied.
 
         Raises:
             RuntimeError: There is no such folder.
@@ -150,10 +156,10 @@ class Checkpoint:
         return cls(path=folder)
 
     def to_directory(self, path: str | Path | None = None) -> str:
-        """Write the content into a folder, and return its path.
+        """Write the content into a folder and return the folder's path.
 
         Args:
-            path: The folder; None for a new temporary one, which you delete yourself.
+            path: The folder. None to create a temporary folder, which you delete yourself.
         """
         target = Path(path).expanduser() if path is not None else Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
         target.mkdir(parents=True, exist_ok=True)
@@ -162,7 +168,10 @@ class Checkpoint:
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Yield a folder with the content: its own one, or a temporary one that is deleted after the block."""
+        """Yield the path of a folder with the content.
+
+        If the checkpoint is not a local folder, yield a temporary folder that is deleted after the block.
+        """
         if isinstance(self._content, FolderContent):
             with self._content.on_disk() as folder:
                 yield str(folder)
@@ -172,19 +181,19 @@ class Checkpoint:
 
     @classmethod
     def from_uri(cls: type[CheckpointType], uri: str) -> CheckpointType:
-        """Return a checkpoint of a folder in remote storage, such as `s3://bucket/folder`.
+        """Create a checkpoint from a folder in remote storage, such as `s3://bucket/folder`.
 
         Raises:
-            RuntimeError: There is no file system for such a URI.
+            RuntimeError: No file system supports the URI.
         """
         return cls(_storage(uri))
 
     def to_uri(self, uri: str) -> str:
-        """Upload the content to a folder in remote storage, and return its URI.
+        """Upload the content to a folder in remote storage and return `uri`.
 
         Raises:
-            RuntimeError: There is no file system for such a URI.
-            OSError: The storage cannot be reached, or refuses the files.
+            RuntimeError: No file system supports the URI.
+            OSError: The storage cannot be reached or rejects the files.
         """
         target = _storage(uri)
         if not (isinstance(self._content, FolderContent) and self._content.folder.uri == target.uri):
@@ -194,7 +203,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """The folder, without the scheme of a URI.
+        """The folder's path, without a URI scheme.
 
         Raises:
             AttributeError: The checkpoint is in memory and has no folder.
@@ -212,7 +221,7 @@ class Checkpoint:
 
     @property
     def uri(self) -> str | None:
-        """The URI of the folder, `file://` for a local one; None for a checkpoint in memory."""
+        """The folder's URI, with `file://` for a local folder. None for a checkpoint in memory."""
         return self._content.folder.uri if isinstance(self._content, FolderContent) else None
 
     def _folder(self, name: str) -> Folder:
@@ -229,7 +238,7 @@ class Checkpoint:
         """Convert a checkpoint to this class: `TorchCheckpoint.from_checkpoint(result.checkpoint)`.
 
         Raises:
-            TypeError: It is no checkpoint.
+            TypeError: `other` is not a checkpoint.
         """
         if not isinstance(other, Checkpoint):
             raise TypeError(f"`other={other!r}`: need a `raysgd.air.Checkpoint`.")
@@ -238,14 +247,14 @@ class Checkpoint:
         return made
 
     def by_place(self: CheckpointType) -> CheckpointType:
-        """Return a copy that is pickled with its location only, even if its folder is on disk."""
+        """Return a copy that is pickled as its location only, even if its folder is on disk."""
         made = self.from_checkpoint(self)
         if isinstance(self._content, FolderContent):
             made._content = FolderContent(self._content.folder, goes_by_place=True)
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:
-        """Return the kind of the content (`local_path`, `data_dict`, `uri` or `object_ref`) and its data."""
+        """Return the kind of content (`local_path`, `data_dict`, `uri` or `object_ref`) and the content."""
         return self._content.representation
 
     def get_preprocessor(self) -> Any:
@@ -263,25 +272,25 @@ class Checkpoint:
         return self._content.metadata()
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the metadata of the checkpoint. In a folder it is stored in `.metadata.json`.
+        """Replace the checkpoint's metadata. For a folder, it is stored in `.metadata.json`.
 
         Raises:
-            TypeError: `metadata` is no dict.
-            ValueError: JSON cannot hold it.
+            TypeError: `metadata` is not a dict.
+            ValueError: `metadata` cannot be encoded as JSON.
         """
         self._content.set_metadata(checked_metadata(metadata))
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Merge a dict into the metadata of the checkpoint.
+        """Merge a dict into the checkpoint's metadata.
 
         Raises:
-            TypeError: `metadata` is no dict.
-            ValueError: JSON cannot hold it.
+            TypeError: `metadata` is not a dict.
+            ValueError: `metadata` cannot be encoded as JSON.
         """
         self._content.set_metadata({**self.get_metadata(), **checked_metadata(metadata)})
 
     def __eq__(self, other: object) -> bool:
-        """Return True if both have the same folder. A checkpoint in memory only equals itself."""
+        """Return True if both checkpoints have the same folder. A checkpoint in memory equals only itself."""
         if not isinstance(other, Checkpoint) or self.uri is None:
             return self is other
         return self.uri == other.uri
@@ -305,10 +314,10 @@ def _opened(place: Any, filesystem: Any, argument: str) -> Folder:
 
 
 def _storage(uri: str) -> Folder:
-    """Return the folder of a URI.
+    """Open the folder of a URI.
 
     Raises:
-        RuntimeError: There is no file system for it.
+        RuntimeError: No file system supports the URI.
     """
     try:
         return _opened(uri, None, "uri")
@@ -325,11 +334,11 @@ def _checked_dict(data: Any) -> Mapping[str, Any]:
 
 
 def checked_metadata(metadata: Any) -> Mapping[str, Any]:
-    """Check the metadata of a checkpoint, and return it.
+    """Validate a checkpoint's metadata and return it.
 
     Raises:
-        TypeError: It is no dict.
-        ValueError: JSON cannot hold it.
+        TypeError: `metadata` is not a dict.
+        ValueError: `metadata` cannot be encoded as JSON.
     """
     if not isinstance(metadata, Mapping):
         raise TypeError(f"`metadata={metadata!r:.200}`: need a dict.")
@@ -341,18 +350,18 @@ def checked_metadata(metadata: Any) -> Mapping[str, Any]:
 
 
 class TensorflowCheckpoint(Checkpoint):
-    """A checkpoint with the weights of a Keras model."""
+    """A checkpoint with a Keras model's weights."""
 
     @classmethod
     def from_model(cls, model: Any, *, preprocessor: Any = None) -> TensorflowCheckpoint:
-        """Return a checkpoint with the weights of a model.
+        """Create a checkpoint with a model's weights.
 
         Args:
-            model: The Keras model, built.
-            preprocessor: The preprocessor of the model's inputs.
+            model: A built Keras model.
+            preprocessor: The preprocessor for the model's inputs.
 
         Raises:
-            TypeError: It is no Keras model.
+            TypeError: `model` is not a Keras model.
         """
         if not hasattr(model, "get_weights"):
             raise TypeError(f"`model={model!r:.200}`: need a Keras model.")
@@ -360,10 +369,10 @@ class TensorflowCheckpoint(Checkpoint):
 
     @classmethod
     def from_h5(cls, file_path: str | Path, *, preprocessor: Any = None) -> TensorflowCheckpoint:
-        """Return a checkpoint with the weights of a whole model that Keras has saved, by `model.save("model.h5")`.
+        """Create a checkpoint from a whole model saved by Keras with `model.save("model.h5")`.
 
         Raises:
-            ValueError: There is no such file, or it does not end in `.h5`.
+            ValueError: The file does not exist, or its name does not end in `.h5`.
         """
         import tensorflow as tf
 
@@ -373,10 +382,10 @@ class TensorflowCheckpoint(Checkpoint):
         return cls.from_model(model, preprocessor=preprocessor)
 
     def get_model_weights(self) -> list[Any]:
-        """Return the saved weights: NumPy arrays, in the order of `model.get_weights()`.
+        """Return the saved weights as NumPy arrays, in the order of `model.get_weights()`.
 
         Raises:
-            RuntimeError: The checkpoint has no weights, or a model of another framework.
+            RuntimeError: The checkpoint has no weights, or has a model of another framework.
         """
         content = self.to_dict()
         if MODEL_KEY not in content:
@@ -395,7 +404,7 @@ class TensorflowCheckpoint(Checkpoint):
         """Return a model with the saved weights.
 
         Args:
-            model: A built Keras model, or a function that creates one.
+            model: A built Keras model, or a function that creates the model.
 
         Raises:
             RuntimeError: The checkpoint has no weights.

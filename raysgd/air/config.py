@@ -1,6 +1,6 @@
 """Configs of a run: number of workers, data, checkpoints, and handling of failures.
 
-All configs check their values when you create them. `ScalingConfig` does not check search spaces of Ray Tune.
+Each config validates its values when you create it. `ScalingConfig` does not validate Ray Tune search spaces.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ _HINT_WORKERS = "Pass a number, `num_workers=2`, or the least and the most, `num
 
 
 def _shown(config: Any) -> str:
-    """Return the source text of a config: the values that differ from the defaults, with keys and passwords masked."""
+    """Return the source text of a config with the values that differ from the defaults.
+
+    Keys and passwords are masked.
+    """
     default = type(config)()
     given = {each.name: getattr(config, each.name) for each in fields(config)}
     shown = [f"{name}={masked(value)!r}" for name, value in given.items() if value != getattr(default, name)]
@@ -53,15 +56,17 @@ def _shown(config: Any) -> str:
 
 @dataclass
 class CheckpointConfig:
-    """The rule that decides which checkpoints of a run stay in its folder.
+    """Decides which checkpoints of a run stay in its folder.
 
     Attributes:
-        num_to_keep: Number of checkpoints; None for all. With 0, none is written: the latest is only kept in memory.
-        checkpoint_score_attribute: The reported metric by which they are ranked; None for their age. A checkpoint
+        num_to_keep: Number of checkpoints to keep. None keeps all. With 0, no checkpoint is written: only the latest is
+            kept, in memory.
+        checkpoint_score_attribute: The reported metric that ranks checkpoints. None ranks them by age. A checkpoint
             without this metric ranks last.
-        checkpoint_score_order: "max" or "min", for which value is best.
-        checkpoint_frequency: For trainers that save automatically. Functions save themselves, so only 0 is allowed.
-        checkpoint_at_end: For trainers that save automatically.
+        checkpoint_score_order: "max" if the highest value is best, "min" if the lowest is.
+        checkpoint_frequency: Accepted for compatibility. `fit` requires 0 or None, because training functions decide
+            when to save.
+        checkpoint_at_end: Accepted for compatibility. `fit` requires False or None.
 
     Raises:
         ValueError: A value is not allowed.
@@ -95,16 +100,17 @@ def _check_count(name: str, value: Any, allowed: str) -> None:
 
 @dataclass
 class FailureConfig:
-    """The rule for failures of a run.
+    """Decides what happens when a run fails.
 
     Attributes:
-        max_failures: How often the run restarts from its last checkpoint. 0, the default, ends the run at the first
-            failure; -1 is no limit. Both the death of a worker and an exception of your function count. `fit` counts
-            from zero again after each new checkpoint, until your function raises for the first time.
-        fail_fast: For runs of several trials: True ends all of them when one fails, "raise" raises its error at once.
+        max_failures: Maximum number of restarts from the last checkpoint. 0, the default, ends the run at the first
+            failure; -1 sets no limit. Worker deaths and exceptions in your function both count. In `fit`, each new
+            checkpoint resets the count, until your function raises an exception for the first time.
+        fail_fast: For runs of several trials. True ends all trials when one fails; "raise" raises the trial's error
+            immediately.
 
     Raises:
-        ValueError: A value is not allowed, or both are set.
+        ValueError: A value is not allowed, or both options are set.
     """
 
     max_failures: int = 0
@@ -126,13 +132,12 @@ class FailureConfig:
 
 @dataclass
 class SyncConfig:
-    """Options for copying files to the storage, accepted for programs of the old library.
+    """Options for syncing files to storage, accepted for programs written for the old library.
 
-    A run writes directly to its `storage_path`, so nothing is copied at intervals: only `upload_dir` has an effect.
+    A run writes directly to its `storage_path`, so there is no periodic sync. Only `upload_dir` has an effect.
 
     Attributes:
         upload_dir: Former name of `RunConfig(storage_path=...)`.
-        upload_dir: The former name of `RunConfig(storage_path=...)`.
         syncer: No effect.
         sync_period: No effect.
         sync_timeout: No effect.
@@ -161,28 +166,28 @@ class SyncConfig:
 
 @dataclass
 class RunConfig:
-    """Options of a run: where it writes, what it keeps, and when it stops.
+    """Options of a run: where it stores files, which checkpoints it keeps, and when it stops.
 
     Attributes:
-        name: Name of the run's folder; None for the trainer's class and the time.
-        storage_path: Folder or URI that contains the run's folder; None for `~/ray_results`.
+        name: Name of the run's folder. Default: the trainer's class and the time.
+        storage_path: Folder or URI that contains the run's folder. Default: `~/ray_results`.
         storage_filesystem: A `pyarrow.fs.FileSystem` that contains `storage_path`.
-        failure_config: The rule for failures.
-        checkpoint_config: The rule for checkpoints.
-        sync_config: Accepted for programs of the old library.
-        verbose: Amount of output, from 0 for nothing to 3 for most.
-        stop: When the run stops before the end of your function: a dict of metrics and the values at which it stops, or
-            a function that gets the trial's id and the metrics and returns True to stop.
-        callbacks: Callbacks of Ray Tune, such as loggers.
-        progress_reporter: A reporter of Ray Tune, for a `Tuner`.
-        log_to_file: For a `Tuner`: True to write printed text to files in the trial's folder, or a file name, or two,
-            for standard output and for errors.
-        local_dir: Former name of `storage_path`, to which it is moved.
-        worker_runtime_env: Ray's runtime environment of the worker processes, but not of this one; None for that of the
-            job.
+        failure_config: What happens when the run fails.
+        checkpoint_config: Which checkpoints to keep.
+        sync_config: Accepted for programs written for the old library.
+        verbose: Verbosity, from 0 (silent) to 3 (most output).
+        stop: Condition that stops the run before your function returns: a dict of metrics and the values at which to
+            stop, or a function that gets the trial's id and the metrics and returns True to stop.
+        callbacks: Ray Tune callbacks, such as loggers, or raysgd callbacks.
+        progress_reporter: A Ray Tune progress reporter, for a `Tuner`.
+        log_to_file: For a `Tuner`. True to redirect output to files in the trial's folder; or one file name; or two,
+            for stdout and stderr.
+        local_dir: Former name of `storage_path`. The value is moved to `storage_path`.
+        worker_runtime_env: Ray runtime environment for the worker processes, but not for this process. Default: the
+            job's runtime environment.
 
     Raises:
-        ValueError: A value is not allowed, or there are two folders.
+        ValueError: A value is not allowed, or two different folders were passed.
         TypeError: A value has the wrong type.
         ModuleNotFoundError: A package that the URI needs is missing.
     """
@@ -248,10 +253,10 @@ def _is_name(name: Any) -> bool:
 
 
 def checked_config(name: str, value: Any, config_class: type[Any]) -> Any:
-    """Check the class of a config and return it, or return a new one for None.
+    """Check a config's class and return the config. For None, return a config with defaults.
 
     Raises:
-        ValueError: It has another class.
+        ValueError: `value` is an instance of another class.
     """
     if value is None:
         return config_class()
@@ -270,7 +275,7 @@ def _check_place(name: str, value: Any) -> None:
 
 @dataclass(eq=False)
 class ScalingConfig:
-    """The number of workers of a run, and their resources.
+    """The number of workers in a run, and their resources.
 
     Examples:
         >>> ScalingConfig(num_workers=2).total_resources
@@ -279,24 +284,24 @@ class ScalingConfig:
         (1, 4)
 
     Attributes:
-        trainer_resources: Resources of the trial itself; None for one CPU. `fit` runs in the driver and only reserves
+        trainer_resources: Resources of the trial itself. Default: one CPU. `fit` runs in the driver and reserves only
             what you pass.
-        num_workers: Number of workers; or `(least, most)` for as many as there is room for.
-        use_gpu: True to give each worker a GPU.
-        resources_per_worker: Resources of each worker; None for one CPU, or for one GPU with `use_gpu`. In a dict, a
-            missing "CPU" is 0, and a missing "GPU" is 1 with `use_gpu`.
+        num_workers: Number of workers, or `(min, max)` to use as many as the free resources allow.
+        use_gpu: True to assign a GPU to each worker.
+        resources_per_worker: Resources of each worker. Default: one CPU, or one GPU with `use_gpu`. In a dict, a
+            missing "CPU" means 0, and a missing "GPU" means 1 with `use_gpu`.
         placement_strategy: How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        _max_cpu_fraction_per_node: Accepted for programs of the old library. Current Ray does not use it.
-        elastic_resize_monitor_interval_s: How often a run with fewer workers than the maximum looks for room, in
-            seconds. It grows after a checkpoint.
-        accelerator_type: The kind of GPU that workers need, by its name in Ray, such as "A100".
-        label_selector: Labels that the nodes of workers must have, in Ray's form: `{"region": "us-west"}`.
-        elastic: True to let the workers that are left after a failure continue in the middle of the function, instead
-            of restarting it from its checkpoint. Needs a range of workers; see `raysgd.train.Trainer`.
-        spare_workers: Number of extra workers that are ready to replace lost ones; only with `elastic`.
+        _max_cpu_fraction_per_node: Accepted for programs written for the old library. Current Ray ignores it.
+        elastic_resize_monitor_interval_s: Seconds between checks for free resources while a run has fewer workers than
+            the maximum. The run adds workers after a checkpoint.
+        accelerator_type: The GPU type that workers need, as Ray names it, such as "A100".
+        label_selector: Labels that the workers' nodes must have, in Ray's format: `{"region": "us-west"}`.
+        elastic: True to let surviving workers continue in the middle of the function after a failure, instead of
+            restarting the function from its checkpoint. Needs a range of workers; see `raysgd.train.Trainer`.
+        spare_workers: Number of extra workers that stand by to replace lost workers. Requires `elastic`.
 
     Raises:
-        ValueError, TypeError: A value is not allowed, or GPUs contradict `use_gpu`.
+        ValueError, TypeError: A value is not allowed, or the "GPU" resource contradicts `use_gpu`.
     """
 
     trainer_resources: dict[str, float] | None = None
@@ -317,10 +322,10 @@ class ScalingConfig:
         self.check()
 
     def check(self) -> None:
-        """Check the values again, for example after you have changed one. Search spaces are not checked.
+        """Validate the values again, for example after you changed a value. Search spaces are not validated.
 
         Raises:
-            ValueError, TypeError: A value is not allowed, or GPUs contradict `use_gpu`.
+            ValueError, TypeError: A value is not allowed, or the "GPU" resource contradicts `use_gpu`.
         """
         refuse_text(use_gpu=self.use_gpu, elastic=self.elastic)
         if not is_open(self.elastic_resize_monitor_interval_s):
@@ -369,7 +374,7 @@ class ScalingConfig:
 
     @property
     def worker_range(self) -> tuple[int, int]:
-        """The minimum and maximum number of workers; equal if the number is fixed.
+        """The minimum and maximum number of workers. Both are equal if the number is fixed.
 
         Raises:
             InvalidCountError: The number is not set, or is a search space.
@@ -388,7 +393,7 @@ class ScalingConfig:
 
     @property
     def worker_bundle(self) -> dict[str, float]:
-        """Resources of one worker, without zeros."""
+        """Resources of one worker, without zero amounts."""
         kind = accelerator(self.accelerator_type)
         if self.resources_per_worker is None:
             return {"GPU" if self.use_gpu else "CPU": 1.0, **kind}
@@ -396,12 +401,12 @@ class ScalingConfig:
 
     @property
     def trainer_bundle(self) -> dict[str, float]:
-        """Resources of the trial itself, without zeros."""
+        """Resources of the trial itself, without zero amounts."""
         return {"CPU": 1.0} if self.trainer_resources is None else _without_zeros(self.trainer_resources)
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Resources of the trial and its workers together; for a range, with the minimum number of workers."""
+        """Total resources of the trial and its workers. For a range, counts the minimum number of workers."""
         total: dict[str, float] = {}
         for bundle in self._bundles():
             for name, amount in bundle.items():
@@ -410,17 +415,17 @@ class ScalingConfig:
 
     @property
     def num_cpus_per_worker(self) -> float:
-        """CPUs of each worker."""
+        """CPUs per worker."""
         return self.worker_bundle.get("CPU", 0.0)
 
     @property
     def num_gpus_per_worker(self) -> float:
-        """GPUs of each worker."""
+        """GPUs per worker."""
         return self.worker_bundle.get("GPU", 0.0)
 
     @property
     def additional_resources_per_worker(self) -> dict[str, float]:
-        """Resources of each worker besides CPUs and GPUs."""
+        """Resources of each worker other than CPUs and GPUs."""
         return {name: amount for name, amount in self.worker_bundle.items() if name not in ("CPU", "GPU")}
 
     def _bundles(self) -> list[dict[str, float]]:
@@ -428,9 +433,9 @@ class ScalingConfig:
         return [self.trainer_bundle, *(self.worker_bundle for _ in range(num_workers))]
 
     def as_placement_group_factory(self) -> PlacementGroupFactory:
-        """Return what Ray Tune reserves for a trial: a bundle for the trial, then one for each worker.
+        """Return the bundles that Ray Tune reserves: one for the trial, then one for each worker.
 
-        For a range it reserves the minimum number of workers, without which the run cannot start.
+        For a range, it reserves the minimum number of workers, which the run needs to start.
         """
         from ray.tune import PlacementGroupFactory
 
@@ -438,10 +443,10 @@ class ScalingConfig:
 
     @classmethod
     def from_placement_group_factory(cls, pgf: PlacementGroupFactory) -> ScalingConfig:
-        """Return the config that matches a reservation of Ray Tune.
+        """Create a config from Ray Tune's placement group factory.
 
         Raises:
-            ValueError: Its workers have different resources.
+            ValueError: The worker bundles differ from each other.
         """
         trainer, *workers = [dict(bundle) for bundle in pgf.bundles]
         if pgf.head_bundle_is_empty:
@@ -459,10 +464,10 @@ class ScalingConfig:
     # ------------------------------------------------------------------------------------------------------ comparison
 
     def __eq__(self, other: object) -> bool:
-        """Return True if both need the same bundles, placed in the same way."""
+        """Return True if both configs request the same bundles with the same placement."""
         return isinstance(other, ScalingConfig) and self._needs() == other._needs()
 
-    __hash__ = None  # type: ignore[assignment]  # it is mutable
+    __hash__ = None  # type: ignore[assignment]  # configs are mutable
 
     def _needs(self) -> Any:
         values = [getattr(self, each.name) for each in fields(self)]
@@ -475,7 +480,7 @@ class ScalingConfig:
 
 
 def is_open(value: Any) -> bool:
-    """Return True if Ray Tune still has to choose the value: a grid, or a space to sample from."""
+    """Return True if Ray Tune still has to choose the value: for a grid search or a search space."""
     if isinstance(value, Mapping):
         return set(value) == {"grid_search"}
     return any(owner.__module__.startswith("ray.tune.") for owner in type(value).__mro__)
@@ -512,17 +517,18 @@ _GIB = 1 << 30
 
 @dataclass
 class DatasetConfig:
-    """Treatment of one dataset. None means the value of the trainer's own config, and then the default.
+    """How one dataset is handled. None means the value from the trainer's own config, or else the default.
 
     Attributes:
-        fit: True to fit the preprocessor on it. Default: False; for `train`, True.
-        split: True to divide it, False to give all of it to each worker. Default: False; for `train`, True.
-        required: True if it must be passed. Default: False.
-        transform: True to apply the preprocessor to it. Default: True.
-        use_stream_api: True to read its blocks during training. Default: False.
-        stream_window_size: Number of bytes to read ahead in that case. Default: 1 GiB.
-        global_shuffle: True to shuffle all its rows before each epoch. Default: False.
-        randomize_block_order: True to change the order of its blocks in each epoch. Default: True.
+        fit: True to fit the preprocessor on the dataset. Default: True for `train`, False for other datasets.
+        split: True to shard the dataset, False to give the whole dataset to each worker. Default: True for `train`,
+            False for other datasets.
+        required: True if the dataset must be passed. Default: False.
+        transform: True to apply the preprocessor to the dataset. Default: True.
+        use_stream_api: True to read blocks during training. Default: False.
+        stream_window_size: Number of bytes to read ahead with `use_stream_api`. Default: 1 GiB.
+        global_shuffle: True to shuffle all rows before each epoch. Default: False.
+        randomize_block_order: True to randomize the order of the blocks in each epoch. Default: True.
     """
 
     fit: bool | None = None
@@ -537,20 +543,20 @@ class DatasetConfig:
     __repr__ = _shown
 
     def fill_defaults(self) -> DatasetConfig:
-        """Return the config with defaults instead of None."""
+        """Return a copy with None replaced by defaults."""
         return _DATASET_DEFAULTS.updated(self)
 
     def updated(self, other: DatasetConfig) -> DatasetConfig:
-        """Return a copy with the values that `other` sets."""
+        """Return a copy with the values that are set in `other`."""
         given = {each.name: getattr(other, each.name) for each in fields(DatasetConfig)}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     @staticmethod
     def merge(a: Mapping[str, DatasetConfig], b: Mapping[str, DatasetConfig] | None) -> dict[str, DatasetConfig]:
-        """Merge the configs of a user, `b`, into those of a trainer, `a`, field by field.
+        """Merge a user's configs `b` into a trainer's configs `a`, field by field.
 
         Raises:
-            ValueError: `b` names a dataset that `a` does not know, and `a` has no "*"; or `b` is no dict of configs.
+            ValueError: `b` names a dataset that is not in `a`, and `a` has no "*"; or `b` is not a dict of configs.
         """
         merged = dict(a)
         if b is not None and not isinstance(b, Mapping):
@@ -566,10 +572,10 @@ class DatasetConfig:
 
     @staticmethod
     def validated(config: Mapping[str, DatasetConfig], datasets: Mapping[str, Any]) -> dict[str, DatasetConfig]:
-        """Check that configs match the datasets, and return them with their defaults.
+        """Check that the configs match the datasets, and return the configs with defaults filled in.
 
         Raises:
-            ValueError: They do not match.
+            ValueError: The configs do not match the datasets, or contradict each other.
         """
         filled = {name: each.fill_defaults() for name, each in config.items()}
         fit = [name for name, each in filled.items() if each.fit]

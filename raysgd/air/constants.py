@@ -1,4 +1,4 @@
-"""Names that are used in checkpoints and results, and that code for the old library may import."""
+"""Names used in checkpoints and results. Code written for the old library may import them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRAIN_DATASET_KEY = "train"
 EVALUATION_DATASET_KEY = "evaluation"
 WILDCARD_KEY = "*"
 
-# From Ray AIR 2.0, unused here: the column of a table of tensors, and the maximum length of a `repr`.
+# From Ray AIR 2.0, unused here: the column name of a table of tensors, and the maximum length of a `repr`.
 TENSOR_COLUMN_NAME = "__value__"
 MAX_REPR_LENGTH = 120
 
@@ -20,14 +20,15 @@ RESULT_FILE = "result.json"
 ERROR_FILE = "error.txt"
 ERROR_PICKLE_FILE = "error.pkl"
 
-# Loggers of Ray Tune that write the same files as raysgd: one in `RunConfig(callbacks=...)` replaces raysgd's writer.
+# Ray Tune loggers that write the same files as raysgd. Passing one in `RunConfig(callbacks=...)` replaces raysgd's
+# writer for that file.
 JSON_LOGGER, CSV_LOGGER, TENSORBOARD_LOGGER = DEFAULT_LOGGERS = (
     "JsonLoggerCallback",
     "CSVLoggerCallback",
     "TBXLoggerCallback",
 )
 
-# Keys that every report gets.
+# Keys that are added to every report.
 TIMESTAMP = "_timestamp"
 TIME_THIS_ITER_S = "_time_this_iter_s"
 TRAINING_ITERATION = "_training_iteration"

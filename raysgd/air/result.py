@@ -1,4 +1,4 @@
-"""`Result`: the outcome of a run, and how to read it from the run's folder later."""
+"""`Result`: the outcome of a run. It can also be read from the run's folder later."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ Kept = tuple[Checkpoint, dict[str, Any]]
 
 @dataclass
 class Result:
-    """The result of a run.
+    """The outcome of a run.
 
     Attributes:
-        metrics: The last report of rank 0, with the values that every report has; None if there was none.
-        checkpoint: The last checkpoint that was reported, not the best one; None if there was none.
-        error: The error that ended the run; None if it succeeded.
-        folder: The folder of the trial; None if it has none.
-        best_checkpoints: The checkpoints that were kept, including the newest, with the metrics reported with them.
-            `fit()` orders them from worst to best. `from_path` orders them from oldest to newest, because the folder
-            does not say which metric counts; pass it to `get_best_checkpoint`.
-        reports: All reports of rank 0, unless they are read from the folder.
-        return_value: Return value of the function on rank 0, if it is plain data: numbers, text, arrays of numbers, and
+        metrics: The last report of rank 0, including the values that are added to every report. None if rank 0 never
+            reported.
+        checkpoint: The checkpoint that was reported last, which may not be the best. None if there is no checkpoint.
+        error: The error that ended the run. None if the run succeeded.
+        folder: The trial's folder. None if the run has no folder.
+        best_checkpoints: The retained checkpoints, including the newest, each with the metrics that were reported with
+            it. `fit()` orders them from worst to best. `from_path` orders them from oldest to newest, because the
+            folder does not record which metric ranks them. To rank them, call `get_best_checkpoint`.
+        reports: All reports of rank 0. None if they must be read from the folder.
+        return_value: Return value of the function on rank 0, if it is plain data: numbers, strings, numeric arrays, and
             lists and dicts of these. Other values stay in the worker. None if the result is read from a folder.
     """
 
@@ -60,12 +61,12 @@ class Result:
 
     @property
     def path(self) -> str | Any:
-        """The folder of the trial, without the scheme of a URI."""
+        """The path of the trial's folder, without a URI scheme."""
         return self.folder.path if self.folder is not None else None
 
     @property
     def log_dir(self) -> Path | None:
-        """The folder of the trial on this machine; None if it is in remote storage."""
+        """The local path of the trial's folder. None if the folder is in remote storage."""
         return self.folder.local_path if self.folder is not None and self.folder.is_local else None
 
     @property
@@ -75,12 +76,14 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The config of the run."""
+        """The run's config."""
         return (self.metrics or {}).get("config")
 
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
-        """All reports of rank 0 as a `pandas.DataFrame`, one row each. Keys of nested dicts are joined by slashes.
+        """All reports of rank 0 as a `pandas.DataFrame`, one row per report.
+
+        Keys of nested dicts are joined with slashes.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -96,15 +99,15 @@ class Result:
         return read_reports(self.folder)
 
     def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint:
-        """Return the best of the checkpoints that were kept.
+        """Return the best of the retained checkpoints.
 
         Args:
-            metric: The metric that was reported with them; slashes lead into nested dicts.
-            mode: "max" or "min", for which value is best.
+            metric: A metric that was reported with the checkpoints. Slashes lead into nested dicts.
+            mode: "max" if the highest value is best, "min" if the lowest is.
 
         Raises:
-            ValueError: The mode is neither of these.
-            RuntimeError: There are no checkpoints, or none was reported with this metric.
+            ValueError: `mode` is neither "max" nor "min".
+            RuntimeError: There are no checkpoints, or no checkpoint was reported with this metric.
         """
         if mode not in (MAX, MIN):
             raise ValueError(f'`mode={mode!r}`: allowed are "{MAX}" and "{MIN}".')
@@ -123,14 +126,14 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:
-        """Read the result of a run from the folder of its trial. Reading an error may run code, since it is a pickle.
+        """Read the result of a run from its trial's folder. Errors are unpickled, which may run code.
 
         Args:
-            path: That folder, or its URI: the `Result.path` of the run, inside the folder with the run's name.
+            path: The trial's folder or its URI. This is the run's `Result.path`, inside the folder with the run's name.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
         Raises:
-            RuntimeError: There is no such folder, or it is not that of a trial.
+            RuntimeError: The folder does not exist or is not a trial's folder.
         """
         from raysgd.storage import open_folder
 
@@ -152,7 +155,7 @@ class Result:
 
 
 def read_reports(folder: Folder) -> list[dict[str, Any]]:
-    """Return the reports in the `result.json` of a trial. An incomplete line, as after a kill, is left out."""
+    """Return the reports in a trial's `result.json`. Skip an incomplete line, which a killed run may leave."""
     if not folder.has(RESULT_FILE):
         return []
     lines = folder.read(RESULT_FILE).decode(errors="replace").split("\n")
@@ -160,24 +163,24 @@ def read_reports(folder: Folder) -> list[dict[str, Any]]:
 
 
 def by_checkpoint(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the reports that have a checkpoint, by the name of its folder."""
+    """Return the reports that came with a checkpoint, keyed by the name of the checkpoint's folder."""
     named = ((report.get(CHECKPOINT_DIR_NAME), report) for report in reports)
     return {name: dict(report) for name, report in named if isinstance(name, str)}
 
 
 def _read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> list[Kept]:
-    """Return the checkpoints of a trial, oldest first, each with its report."""
+    """Return a trial's checkpoints with their reports, oldest first."""
     by_name = by_checkpoint(reports)
     names = checkpoints_in(folder.committed())
     return [(Checkpoint(folder / name), by_name.get(name, {})) for name in names]
 
 
 def _read_error(folder: Folder) -> Exception | None:
-    """Return the error of a trial, or a `RuntimeError` with its text if its class can no longer be loaded."""
+    """Return a trial's error, or a `RuntimeError` with its text if its class can no longer be loaded."""
     if folder.has(ERROR_PICKLE_FILE):
         try:
             error = pickle.loads(folder.read(ERROR_PICKLE_FILE))
-        except Exception:  # its class may have changed, and raise anything
+        except Exception:  # the error's class may have changed, so unpickling may raise anything
             error = None
         if isinstance(error, Exception):
             return error

@@ -1,6 +1,6 @@
 """The functions that a training function calls: `report`, `get_checkpoint`, `get_world_rank` and so on.
 
-They work in functions of `fit` and of `Trainer.run`. In a function that Ray Tune runs as a trial, they use that trial.
+They work in functions run by `fit` or `Trainer.run`. In a function that Ray Tune runs as a trial, they use that trial.
 Elsewhere they warn once and return a default, so you can call your function directly.
 """
 
@@ -46,24 +46,24 @@ __all__ = [
 
 
 def report(*args: Any, **kwargs: Any) -> None:
-    """Send metrics to the driver, and wait until it has read them.
+    """Send metrics to the driver, and wait until the driver has read them.
 
     Pass the metrics as one dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is a `Checkpoint` or None.
-    In a function of `fit`, only the metrics of rank 0 count. Any rank may have a checkpoint: of dicts, that of the
-    lowest rank is kept; folders of several ranks are merged.
+    In a function of `fit`, only the metrics of rank 0 count. Any rank may pass a checkpoint. If several ranks pass
+    folders, the folders are merged; if several pass dicts, the dict of the lowest rank is used.
 
-    You may also pass the metrics as keywords, `report(loss=0.1)`, where `checkpoint` is a metric like any other. In a
-    function of `fit` you may name the arguments instead, `report(metrics={"loss": 0.1}, checkpoint=...)`: there, a dict
-    called `metrics` contains all metrics, and a `checkpoint` that is neither a number nor text is the checkpoint.
+    You may also pass the metrics as keywords, `report(loss=0.1)`. There, `checkpoint` is a metric like any other. In a
+    function of `fit` you may name the arguments instead, `report(metrics={"loss": 0.1}, checkpoint=...)`. There, a dict
+    called `metrics` contains all metrics, and a `checkpoint` that is neither a number nor a string is the checkpoint.
 
-    In a function of `fit`, `checkpoint_upload_mode=CheckpointUploadMode.ASYNC` continues while the files of a folder
-    are stored, and deletes the folder afterwards; `SYNC`, the default, waits and keeps it.
-    `delete_local_checkpoint_after_upload` changes either. Other options of Ray's `report` raise an error with advice;
-    see `UploadOptions`.
+    In a function of `fit`, `checkpoint_upload_mode=CheckpointUploadMode.ASYNC` returns while the files of a
+    checkpoint's folder are still being stored, and deletes the folder afterwards. The default, `SYNC`, waits and keeps
+    the folder. `delete_local_checkpoint_after_upload` overrides whether the folder is deleted. Other options of Ray's
+    `report` raise an error with advice; see `UploadOptions`.
 
-    In a function of `Trainer.run`, the checkpoint that is reported with a dict of metrics may also be a dict.
+    In a function of `Trainer.run`, a checkpoint reported with a dict of metrics may also be a dict.
 
-    Every worker must report the same number of times.
+    All workers must report the same number of times.
 
     Raises:
         TypeError: The arguments have another form.
@@ -96,9 +96,11 @@ def _arguments_of(
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the checkpoint that was reported last, or the one that the function started from, or None.
+    """Return the checkpoint that was reported last.
 
-    A function that restarts after a failure gets the newest checkpoint that was reported before.
+    Before the first report, return the checkpoint that the function started from, or None.
+
+    A function that restarts after a failure gets the newest checkpoint reported before the failure.
     """
     if (tune := tune_here()) is not None:
         return checkpoint_of(tune)
@@ -107,21 +109,21 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """Return this worker's part of a dataset that you passed to the trainer.
+    """Return this worker's shard of a dataset that you passed to the trainer.
 
-    In a function of `fit`, a name is needed if there are several datasets. If there is none with this name, None is
-    returned, and the log lists the names. In a function of `Trainer.run`, a name is needed if you passed a dict.
+    In a function of `fit`, a name is required if there are several datasets. If no dataset has this name, this returns
+    None and logs the existing names. In a function of `Trainer.run`, a name is required if you passed a dict.
 
     Raises:
         RuntimeError: There are several datasets, and no name was passed.
-        KeyError: There is no dataset with this name, in a function of `Trainer.run`.
+        KeyError: In a function of `Trainer.run`, no dataset has this name.
     """
     session = session_or_warning("get_dataset_shard")
     return session.dataset_shard(dataset_name) if session is not None else None
 
 
 class TrainContext:
-    """Describes where the function runs: rank, number of workers, trial. See `get_context`."""
+    """Describes where the function runs: its rank, the number of workers and the trial. See `get_context`."""
 
     def get_world_size(self) -> int:
         """Return the number of workers; 1 outside a run."""
@@ -132,7 +134,7 @@ class TrainContext:
         return _place_or_warning("get_world_rank").rank
 
     def get_local_rank(self) -> int:
-        """Return this worker's rank among those on its node; 0 outside a run."""
+        """Return this worker's rank among the workers on its node; 0 outside a run."""
         return _place_or_warning("get_local_rank").local_rank
 
     def get_local_world_size(self) -> int:
@@ -140,35 +142,38 @@ class TrainContext:
         return _place_or_warning("get_local_world_size").local_size
 
     def get_node_rank(self) -> int:
-        """Return the rank of this node among the nodes with workers; 0 outside a run."""
+        """Return this node's rank among the nodes with workers; 0 outside a run."""
         return _place_or_warning("get_node_rank").node_rank
 
     def get_experiment_name(self) -> str | None:
-        """Return the name of the run, or None if `fit` does not run the function, as do all following methods."""
+        """Return the run's name.
+
+        This and the following methods return None if neither `fit` nor Ray Tune runs the function.
+        """
         return _of_trial("get_experiment_name", lambda facts: facts.experiment_name)
 
     def get_trial_name(self) -> str | None:
-        """Return the name of the trial."""
+        """Return the trial's name."""
         return _of_trial("get_trial_name", lambda facts: facts.name)
 
     def get_trial_id(self) -> str | None:
-        """Return the id of the trial."""
+        """Return the trial's id."""
         return _of_trial("get_trial_id", lambda facts: facts.id)
 
     def get_trial_resources(self) -> Any:
-        """Return the resources of the trial and its workers, in Ray Tune's form."""
+        """Return the resources of the trial and its workers, as a Ray Tune placement group factory."""
         return _of_trial("get_trial_resources", lambda facts: facts.scaling.as_placement_group_factory())
 
     def get_trial_dir(self) -> str | None:
-        """Return the folder of the trial: a path, or a URI."""
+        """Return the trial's folder: a path or a URI."""
         return _of_trial("get_trial_dir", lambda facts: facts.directory)
 
     def get_metadata(self) -> dict[str, Any] | None:
-        """Return the `metadata` of the trainer."""
+        """Return the trainer's `metadata`."""
         return _of_trial("get_metadata", lambda facts: dict(facts.metadata))
 
     def get_storage(self) -> Any:
-        """Return the folder of the trial, as a `raysgd.storage.Folder`."""
+        """Return the trial's folder as a `raysgd.storage.Folder`."""
         return _of_trial("get_storage", lambda facts: facts.folder)
 
 
@@ -187,12 +192,12 @@ get_metadata = _context.get_metadata
 
 
 def get_context() -> TrainContext:
-    """Return an object that describes where the function runs: `get_context().get_world_rank()` and so on."""
+    """Return an object that describes where the function runs. Use it as in `get_context().get_world_rank()`."""
     return _context
 
 
 def _place_or_warning(function: str) -> World:
-    """Return this worker's rank and the number of workers. Warn outside a run."""
+    """Return this worker's rank and the number of workers. Outside a run, warn."""
     session_or_warning(function, stacklevel=4)
     return place()
 

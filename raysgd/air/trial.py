@@ -1,11 +1,11 @@
-"""The trial of a run of `fit()`: its folders, and the view of it for callbacks.
+"""The trial of a `fit()` run: its folders, and the view of the trial for callbacks.
 
     <storage>/<name>/                               the experiment: trainer.pkl, run.json
       <Trainer>_<5 hex>_00000_0_<date>/             the trial: result.json, progress.csv, params.json, error.txt, ...
         checkpoint_000000/
 
-Programs that read results of the old library find the same names here. The view has the attributes of Ray Tune's
-trials.
+The names are the same as in the old library, so programs that read its results work here too. The view has the
+attributes of Ray Tune's trials.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def checkpoint_name(index: int) -> str:
 
 
 def checkpoint_index(name: str) -> int | None:
-    """Return the number of a checkpoint, from the name of its folder; None for any other name.
+    """Return a checkpoint's number from its folder's name, or None for any other name.
 
     >>> checkpoint_index("checkpoint_000003"), checkpoint_index("rank_0")
     (3, None)
@@ -54,17 +54,17 @@ class TrialFolder:
 
     Args:
         experiment: The folder of the experiment.
-        dir_name: Name of the trial's folder in it.
-        is_new: True if the folder is still empty.
+        dir_name: Name of the trial's folder inside it.
+        is_new: True if the trial's folder is still empty.
 
     Attributes:
         experiment: The folder of the experiment.
-        trial: The folder of the trial, which is `Result.path`.
+        trial: The trial's folder, which is `Result.path`.
         dir_name: Name of the trial's folder.
         name: Name of the trial: the trainer's class and `id`.
         id: Id of the trial, such as `1f3a9_00000`.
         trainer_name: Name of the trainer's class.
-        is_new: True if the folder was empty when the run began.
+        is_new: True if the trial's folder was empty when the run started.
 
     Raises:
         ValueError: `dir_name` is not the name of a trial's folder.
@@ -97,7 +97,8 @@ class TrialFolder:
     def local_path(self) -> Path:
         """The folder in which this process writes the trial's files.
 
-        That is the trial's folder or, with remote storage, a temporary one whose files are then copied there.
+        This is the trial's folder. With remote storage, it is a temporary folder whose files are then copied to the
+        trial's folder.
         """
         if self.is_local:
             return self.trial.local_path
@@ -106,7 +107,7 @@ class TrialFolder:
         return self._staging
 
     def expect_little(self) -> None:
-        """From now on, try the storage, which has just failed, only once for each write."""
+        """Stop retrying writes to the storage, because it has just failed."""
         self.experiment, self.trial = self.experiment.without_retries(), self.trial.without_retries()
 
     def make(self) -> None:
@@ -116,30 +117,30 @@ class TrialFolder:
         self.local_path.mkdir(parents=True, exist_ok=True)
 
     def remove_staging(self) -> None:
-        """Delete the temporary folder, if there is one."""
+        """Delete the temporary folder if it exists."""
         if self._staging is not None:
             shutil.rmtree(self._staging.parents[1], ignore_errors=True)
             self._staging = None
 
     def checkpoint_names(self) -> list[str]:
-        """Return the names of the existing, complete checkpoints, oldest first."""
+        """Return the names of the complete checkpoints, oldest first."""
         return checkpoints_in(self.trial.committed())
 
     @property
     def next_index(self) -> int:
-        """Number of the next checkpoint: after all existing ones, complete or not."""
+        """The number for the next checkpoint. It follows all existing checkpoints, including incomplete checkpoints."""
         present = [] if self.is_new else checkpoints_in(self.trial.names())
         return 1 + max((checkpoint_index(name) or 0 for name in present), default=-1)
 
 
 def checkpoints_in(names: Iterable[str]) -> list[str]:
-    """Return the names among these that belong to checkpoints, oldest first."""
+    """Return the checkpoint names among the given names, oldest first."""
     found = {name: checkpoint_index(name) for name in names}
     return [name for _, name in sorted((index, name) for name, index in found.items() if index is not None)]
 
 
 def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
-    """Choose the folders of a new run. Without a name, create a folder for this run alone.
+    """Choose the folders of a new run. If the config has no name, create a folder for this run alone.
 
     Args:
         run_config: A `RunConfig`. Only its `storage_path`, `storage_filesystem` and `name` are used.
@@ -159,13 +160,13 @@ def new_name(trainer_name: str) -> str:
 
 
 def storage_of(run_config: Any) -> Folder:
-    """Return the folder that contains the runs with such a `RunConfig`."""
+    """Return the storage folder that contains the runs of a `RunConfig`."""
     place = run_config.storage_path or DEFAULT_STORAGE
     return open_folder(place, filesystem=run_config.storage_filesystem, argument="storage_path")
 
 
 def new_trial(experiment: Folder, trainer_name: str) -> TrialFolder:
-    """Return a new trial in the folder of an experiment, without creating anything."""
+    """Return a new trial in an experiment's folder, without creating any folder."""
     identity = f"{secrets.token_hex(3)[:5]}_00000"
     return TrialFolder(experiment, f"{trainer_name}_{identity}_{EXPERIMENT_TAG}_{_now()}", is_new=True)
 
@@ -175,18 +176,18 @@ def _now() -> str:
 
 
 class FitTrialView:
-    """A run of `fit()`, for callbacks that are written for Ray Tune.
+    """Presents a `fit()` run as a Ray Tune trial, for callbacks written for Ray Tune.
 
     Attributes:
         trainable_name: Name of the trainer's class.
         trial_id: Id of the trial, such as `1f3a9_00000`.
-        config: The config of the trial: `{"train_loop_config": ...}`.
-        evaluated_params: Parameters that a search has chosen: none.
+        config: The trial's config: `{"train_loop_config": ...}`.
+        evaluated_params: Parameters chosen by a search; always empty.
         experiment_tag: `"0"`.
         status: `"PENDING"`, `"RUNNING"`, `"TERMINATED"` or `"ERROR"`.
-        last_result: The metrics of the last report; before the first one, only values that do not need a report.
+        last_result: The last report. Before the first report, it has only values that are known without a report.
         checkpoint: The newest checkpoint, or None.
-        num_failures: Number of attempts that have failed.
+        num_failures: Number of failed attempts.
     """
 
     PENDING = "PENDING"
@@ -215,7 +216,7 @@ class FitTrialView:
 
     @property
     def local_path(self) -> str:
-        """The folder on this machine where loggers write."""
+        """The local folder that loggers write to."""
         return str(self._folder.local_path)
 
     logdir = local_path
@@ -223,12 +224,12 @@ class FitTrialView:
 
     @property
     def path(self) -> str:
-        """The folder of the trial in its storage."""
+        """The path of the trial's folder in its storage."""
         return self._folder.trial.path
 
     @property
     def local_experiment_path(self) -> str:
-        """The folder above `local_path`."""
+        """The parent folder of `local_path`."""
         return str(self._folder.local_path.parent)
 
     local_dir = local_experiment_path
@@ -241,13 +242,13 @@ class FitTrialView:
 
     @property
     def storage(self) -> Any:
-        """The storage of the trial, with the attributes that Ray Tune's loggers use."""
+        """The trial's storage, with the attributes that Ray Tune's loggers use."""
         trial = self._folder.trial
         names = {"trial_fs_path": trial.path, "storage_filesystem": trial.filesystem}
         return SimpleNamespace(**names, experiment_dir_name=self.experiment_dir_name)
 
     def get_ray_actor_ip(self) -> str:
-        """Return the address of the driver's machine."""
+        """Return the IP address of the driver's machine."""
         return str(self.last_result.get("node_ip", ""))
 
     def init_local_path(self) -> None:
@@ -260,14 +261,14 @@ class FitTrialView:
 
     @property
     def has_reported_at_least_once(self) -> bool:
-        """True if there was a report."""
+        """True if there was at least one report."""
         return "training_iteration" in self.last_result
 
     @property
     def error_file(self) -> str | None:
-        """The file with the errors of failed attempts; None if none has failed."""
+        """The file with the errors of failed attempts. None if no attempt has failed."""
         return str(Path(self.local_path, ERROR_FILE)) if self.num_failures else None
 
     def has_checkpoint(self) -> bool:
-        """Return True if there is a checkpoint."""
+        """Return True if the trial has a checkpoint."""
         return self.checkpoint is not None

@@ -3,10 +3,11 @@
 What it guarantees:
 
 * The same callback works in `trainer.fit`, in `Trainer.run` and in `RunConfig(callbacks=...)`.
-* If a callback raises an error, the error names it, the run ends cleanly, and the state of the training is kept.
+* If a callback raises an error, the error names the callback, the run ends cleanly, and the training state is
+  preserved.
 * Importing this package loads no framework.
 
-What it leaves to others: when callbacks are called (`raysgd.trainer.driver.fit_loop`, `raysgd.train`).
+What it leaves to others: calling the callbacks (`raysgd.trainer.driver.fit_loop`, `raysgd.train`).
 """
 
 from __future__ import annotations

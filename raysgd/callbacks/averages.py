@@ -1,4 +1,4 @@
-"""`EMA` and `SWA`: averages of the weights, kept in every worker while it trains."""
+"""`EMA` and `SWA`: averages of the weights, maintained in every worker during training."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from raysgd.core import arguments as checks
 logger = logging.getLogger(__name__)
 
 Weights = list[dict[str, Any]]
-"""The tensors of each model, by name."""
+"""The tensors of each model, keyed by name."""
 
 
 class AveragedWeights(WorkerCallback):
-    """Base of `EMA` and `SWA`: keeps the same averages of the weights in each worker, and gives access to them.
+    """Base class of `EMA` and `SWA`: maintains identical weight averages in every worker and gives access to them.
 
-    Floating-point buffers, such as the statistics of batch norms, are averaged too; other buffers are copied. Weights
-    that `setup` makes again (`remakes_frozen`) are left out. A second run of the same trainer continues the averages.
-    For `TorchTrainer`, but not with `strategy="fsdp"`.
+    Floating-point buffers, such as batch-norm statistics, are averaged too; other buffers are copied. Weights that
+    `setup` recreates (`remakes_frozen`) are excluded. A second run of the same trainer continues the averages. Works
+    with `TorchTrainer`, except with `strategy="fsdp"`.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ class AveragedWeights(WorkerCallback):
         self.weights = [{name: tensor.clone() for name, tensor in weights.items()} for weights in state["weights"]]
 
     def get_model(self, trainer: Any) -> Any:
-        """Return a copy of the model with the averaged weights, on the CPU, or a list of models.
+        """Return a copy of the model with the averaged weights, on the CPU. With several models, return a list.
 
         Raises:
-            RuntimeError: Nothing was averaged yet.
+            RuntimeError: No weights have been averaged yet.
         """
         found = trainer.get_model(to_cpu=True)
         models = found if isinstance(found, list) else [found]
@@ -62,10 +62,12 @@ class AveragedWeights(WorkerCallback):
 
     @contextmanager
     def swap(self, trainer: Any) -> Iterator[None]:
-        """Give all workers the averaged weights inside the block, to validate, predict or save. Do not train in it.
+        """Load the averaged weights into all workers inside the block, for validation, prediction or saving.
+
+        Do not train in the block.
 
         Raises:
-            RuntimeError: Nothing was averaged yet.
+            RuntimeError: No weights have been averaged yet.
 
         Examples:
             >>> with ema.swap(trainer):  # doctest: +SKIP
@@ -91,15 +93,15 @@ class AveragedWeights(WorkerCallback):
 
 
 class EMA(AveragedWeights):
-    """Keeps an exponential moving average of the weights, updated after each optimizer step, in any training loop.
+    """Maintains an exponential moving average of the weights, updated after each optimizer step of any training loop.
 
-    With several optimizers, the average of a weight is updated by the steps of the optimizer that trains it.
+    With several optimizers, a weight's average is updated after the steps of the optimizer that trains the weight.
 
     Args:
-        decay: Share of the old average that an update keeps, such as 0.999.
+        decay: Weight of the old average in each update, such as 0.999.
 
     Raises:
-        ValueError: `decay` is not between 0 and 1.
+        ValueError: `decay` is not at least 0 and less than 1.
 
     Examples:
         >>> ema = EMA(decay=0.99)
@@ -145,18 +147,18 @@ class EMA(AveragedWeights):
 
 
 class SWA(AveragedWeights):
-    """Keeps the plain mean of the weights at the end of epochs (stochastic weight averaging).
+    """Maintains the mean of the weights at the ends of epochs (stochastic weight averaging).
 
-    If a run ends before `start_epoch`, a later run continues the count of epochs. The learning rate is up to your
-    scheduler. The statistics of batch norms are averaged too; for exact ones call
-    `torch.optim.swa_utils.update_bn` on the model of `get_model`.
+    If a run ends before `start_epoch`, a later run continues counting epochs. Set the learning rate with your
+    scheduler. Batch-norm statistics are averaged too; for exact statistics, call `torch.optim.swa_utils.update_bn` on
+    the model that `get_model` returns.
 
     Args:
-        start_epoch: The first epoch whose weights count, from 1 in the first run with this callback.
-        every_n_epochs: Take the weights after every this many epochs from then on.
+        start_epoch: First epoch to average, counted from 1 in the first run with this callback.
+        every_n_epochs: From `start_epoch` on, average the weights once every `every_n_epochs` epochs.
 
     Raises:
-        InvalidCountError: A number is less than 1.
+        InvalidCountError: `start_epoch` or `every_n_epochs` is less than 1.
 
     Examples:
         >>> swa = SWA(start_epoch=8)
@@ -201,7 +203,7 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 
 def _tensors_in(operator: Any) -> list[dict[str, Any]]:
-    """Return the tensors of each model, without those that `setup` makes again."""
+    """Return the tensors of each model, excluding the ones that `setup` recreates."""
     found, left_out = [_tensors_of(model) for model in models_of(operator)], left_out_of(operator)
     if not left_out:
         return found
@@ -215,7 +217,7 @@ def _parameters_of(optimizer: Any) -> Iterator[Any]:
 def _trained_by(optimizer: Any, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors of a model that an optimizer trains.
 
-    Tensors that no optimizer trains, such as statistics of batch norms, belong to the model's first optimizer.
+    Tensors that no optimizer trains, such as batch-norm statistics, are assigned to the first optimizer of that model.
     """
     trained = [set(map(id, _parameters_of(each))) for each in optimizers]
     parts = [each for each, ids in zip(optimizers, trained, strict=True) if ids & set(map(id, tensors.values()))]
@@ -233,19 +235,19 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precise(tensor: Any) -> Any:
-    """Convert a tensor to at least 32 bits. With fewer, small updates would be lost in rounding."""
+    """Convert a tensor to at least 32 bits. In lower precision, small updates would be lost to rounding."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def _mix(tensors: Mapping[str, Any], weights: dict[str, Any], share: float) -> None:
-    """Update averages with tensors of the same names, which get the weight `share`."""
+    """Move each average toward the tensor of the same name, by the interpolation weight `share`."""
     import torch
 
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name not in weights:  # a weight that was frozen before
                 weights[name] = _precise(tensor.detach()).clone()
-            if weights[name].device != tensor.device:  # it was loaded from a state
+            if weights[name].device != tensor.device:  # the average was loaded from a state dict
                 weights[name] = weights[name].to(tensor.device)
             if tensor.is_floating_point() or tensor.is_complex():
                 weights[name].lerp_(_precise(tensor.detach()), share)
@@ -258,7 +260,7 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
     with torch.no_grad():
         for name, tensor in _tensors_of(model).items():
-            if name in weights or tensor.requires_grad:  # else `setup` makes it again
+            if name in weights or tensor.requires_grad:  # otherwise `setup` recreates it
                 tensor.copy_(weights[name])
 
 

@@ -17,6 +17,7 @@ from raysgd.storage.opening import make_new
 if TYPE_CHECKING:
     from raysgd.core.engine.shared.group_events import GroupEvent
     from raysgd.core.numbers.results import CallProgress
+    from raysgd.storage.background_writer import SubmittedWrite
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +90,23 @@ class Callback:
         then the epoch of the result, but the weights are those of the next epoch.
         """
 
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        """Called after each validation inside an epoch (`validate_every_n_steps` of `fit`), while all workers wait.
+
+        `run.epoch` epochs and `run.step` batches of the next one are trained. `run.save` saves exactly that state, and
+        `run.stop` ends the run there.
+
+        Args:
+            run: The run.
+            step: Number of batches that a worker has trained on, over all epochs.
+            metrics: The metrics of the validation, with names as in a row of the history, such as `val_loss`.
+        """
+
     def on_checkpoint(self, run: Run, checkpoint: str) -> None:
         """Called after a checkpoint was saved, with its path or URI."""
 
     def on_leave(self, run: Run) -> None:
-        """Called when a run stops early because of a signal to the program or `max_time`.
+        """Called when a run stops inside an epoch, or early because of a signal to the program or `max_time`.
 
         `run.epoch` epochs and `run.step` batches of the next one are trained. `run.save` saves exactly that state.
         """
@@ -163,6 +176,33 @@ def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
         )
 
 
+class SaveBehind:
+    """A save whose file is written while the training continues.
+
+    Args:
+        write: The write; None if the file is complete already.
+        note: Called once the file is complete.
+    """
+
+    def __init__(self, write: SubmittedWrite | None, note: Callable[[], None]) -> None:
+        self._write, self._note = write, note
+
+    @property
+    def is_done(self) -> bool:
+        """True if `finish` need not wait."""
+        return self._write is None or self._write.is_done
+
+    def finish(self) -> None:
+        """Wait until the file is complete, and tell callbacks so.
+
+        Raises:
+            BaseException: It could not be written.
+        """
+        if self._write is not None:
+            self._write.wait()
+        self._note()
+
+
 class Run:
     """A run, as callbacks see it.
 
@@ -174,7 +214,7 @@ class Run:
             report.
         step: Number of batches that each worker has trained on in the epoch after `epoch`, if the run pauses, stops or
             resumes inside an epoch; else 0.
-        epochs: The last epoch of the run, unless it stops early; None for functions.
+        epochs: The last epoch of the run, unless it stops early; None for functions, and if only steps limit the run.
         history: The results so far. A run that resumes also has those of the checkpoint.
         callbacks: The callbacks of the run, in the order of their calls.
         started_at: Start of the run, in seconds since the Unix epoch.
@@ -192,6 +232,7 @@ class Run:
         folder: str | Path | None = None,
         callbacks: list[Callback] | None = None,
         save: Callable[[Run, str], None] | None = None,
+        save_behind: Callable[[str], SaveBehind] | None = None,
         obstacle_to_stop: str | None = None,
         may_validate: bool = True,
     ) -> None:
@@ -207,7 +248,7 @@ class Run:
         self._last_told: int | None = None
         self._global_step: int | None = None  # set if the run resumes inside an epoch
         self._folder = folder
-        self._save = save
+        self._save, self._save_behind = save, save_behind
         self._obstacle_to_stop = obstacle_to_stop
         self._may_validate = may_validate
 
@@ -222,7 +263,7 @@ class Run:
         return folder
 
     def stop(self, reason: str) -> None:
-        """End the run after the current epoch.
+        """End the run after the current epoch, or at the step where the workers wait in `on_validation`.
 
         Args:
             reason: Why the run ends. It is kept in `history.stop_reason`.

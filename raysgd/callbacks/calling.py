@@ -1,8 +1,8 @@
-"""Checks the callbacks that users give, and calls them during a run. If one fails, the error names it.
+"""Validate users' callbacks and call them during a run. If a callback fails, the error names it.
 
-`Dispatcher` calls hooks of any objects. `CallbackCalls` calls our callbacks in a `fit` of a class-based trainer, and
-`FunctionCalls` does so while a training function runs. `RunCallbacks` calls our callbacks beside those of Ray Tune,
-which see the run as a trial.
+`Dispatcher` calls hooks of arbitrary objects. `CallbackCalls` calls raysgd callbacks during `fit` of a class-based
+trainer. `FunctionCalls` calls raysgd callbacks while a training function runs. `RunCallbacks` also calls Ray Tune
+callbacks, which see the run as a trial.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TUNE_HOOKS = (
     "on_checkpoint",
     "on_experiment_end",
 )
-"""Methods of callbacks of Ray Tune. An object with any of them counts as one."""
+"""Methods of Ray Tune callbacks. An object with any of these methods counts as a Ray Tune callback."""
 _ADVICE_IN_RUN = (
     "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "
     "continue with `restore`."
@@ -51,11 +51,11 @@ _NOT_SHOWN = OF_TRIAL | OF_PLACE | {SHOULD_CHECKPOINT}
 
 
 def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
-    """Check the callbacks of `fit`. Return those of the driver, in the order of their calls, and those of the workers.
+    """Validate the `callbacks` of `fit`. Return the driver's callbacks, in calling order, and the worker callbacks.
 
     Raises:
-        TypeError: `callbacks` is not a list, or contains anything but callbacks.
-        ValueError: One of them is in the list twice.
+        TypeError: `callbacks` is not a list, or contains an object that is not a callback.
+        ValueError: A callback is in the list twice.
     """
     given = as_list(callbacks)
     for number, each in enumerate(given):
@@ -73,7 +73,7 @@ def checked(callbacks: Any) -> tuple[list[Callback], list[WorkerCallback]]:
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return the callbacks of the user as a list.
+    """Return the user's callbacks as a list.
 
     Raises:
         TypeError: `callbacks` is not a list.
@@ -84,10 +84,10 @@ def as_list(callbacks: Any) -> list[Any]:
 
 
 def own_among(callbacks: Iterable[Any]) -> list[Callback]:
-    """Return our own callbacks among those that a user gave for a training function.
+    """Return the raysgd callbacks in a user's list for a training function.
 
     Raises:
-        TypeError: One of them runs in the workers.
+        TypeError: The list contains a worker callback.
     """
     given = list(callbacks)
     for each in given:
@@ -100,11 +100,14 @@ def own_among(callbacks: Iterable[Any]) -> list[Callback]:
 
 
 class Dispatcher:
-    """Calls callbacks in order, with the arguments that their methods take. If one fails, the caller ends the run.
+    """Calls callbacks in order, passing only the arguments that their methods accept.
+
+    If a callback fails, the caller ends the run.
 
     Args:
         callbacks: Objects with hooks, which are methods called by name. Missing hooks are skipped.
-        advice: Advice for the user if a callback fails. None lets errors of callbacks through unchanged.
+        advice: Advice for the user in the error of a failed callback. None lets the callback's own error through
+            unchanged.
     """
 
     def __init__(self, callbacks: Iterable[Any], advice: str | None = ADVICE) -> None:
@@ -115,23 +118,23 @@ class Dispatcher:
         """Call a hook of all callbacks.
 
         Raises:
-            CallbackError: A callback failed. Those after it are not called.
+            CallbackError: A callback failed. The remaining callbacks are not called.
         """
         for callback in self.callbacks:
             self.call(callback, hook, *args, **info)
 
     def call(self, callback: Any, hook: str, *args: Any, **info: Any) -> Any:
-        """Call a hook of one callback, with the entries of `info` that it takes, and return its result.
+        """Call a hook of one callback, passing the entries of `info` that the hook accepts, and return its result.
 
         Raises:
             CallbackError: The hook failed.
         """
         method = getattr(callback, hook, None)
-        if method is None:  # a user's own class may have only some of the hooks
+        if method is None:  # a user's class may define only some of the hooks
             return None
         try:
             return call_with_known(method, *args, **info) if info else method(*args)
-        except CallbackError:  # from a callback inside this one
+        except CallbackError:  # from a callback nested in this callback
             raise
         except Exception as error:  # user code
             if self._advice is None:
@@ -145,17 +148,17 @@ class Dispatcher:
     def finish(
         self, hooks: Sequence[str], *args: Any, has_failed: bool, only: Iterable[Any] | None = None, **info: Any
     ) -> None:
-        """Call the last hooks of each callback, even if some fail. Only one failure is raised; the others are logged.
+        """Call the final hooks of each callback, even if some fail. At most one failure is raised; the rest are logged.
 
         Args:
             hooks: Names of the hooks.
-            args: Arguments for all hooks.
-            has_failed: Whether the run has failed already. Failures of callbacks are then only logged.
-            only: Callbacks to call; None for all.
-            info: Named arguments, for the hooks that take them.
+            args: Positional arguments for all hooks.
+            has_failed: Whether the run has already failed. Callback failures are then only logged.
+            only: Callbacks to call. Default: all.
+            info: Keyword arguments for the hooks that accept them.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C came in one of the hooks. `SystemExit` is raised, too.
+            KeyboardInterrupt: Ctrl-C arrived during a hook. `SystemExit` is raised too.
             CallbackError: A hook failed in a run that had not failed. The first failure is raised.
         """
         failures: list[tuple[Any, BaseException]] = []
@@ -163,7 +166,7 @@ class Dispatcher:
             try:
                 for hook in hooks:
                     self.call(callback, hook, *args, **info)
-            except BaseException as error:  # user code, and Ctrl-C: the other callbacks still see the end
+            except BaseException as error:  # user code, or Ctrl-C: the other callbacks still get their final hooks
                 failures.append((callback, error))
         interrupts = [failure for _, failure in failures if not isinstance(failure, Exception)]
         raised = next(iter(interrupts or ([] if has_failed else [failure for _, failure in failures])), None)
@@ -175,7 +178,7 @@ class Dispatcher:
 
 
 def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call a method with the entries of `named` that it takes, so that methods written for older versions work."""
+    """Call a method with the entries of `named` that it accepts, so that methods for older versions still work."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return method(*args, **named)
@@ -184,11 +187,11 @@ def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any
 
 
 class CallbackCalls(Dispatcher):
-    """The callbacks of one run.
+    """Calls the callbacks of one run.
 
     Args:
-        callbacks: The callbacks, in the order of their calls.
-        run: The run that they get.
+        callbacks: The callbacks, in calling order.
+        run: The `Run` passed to the callbacks.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
@@ -198,25 +201,25 @@ class CallbackCalls(Dispatcher):
         self._failed_in_progress: CallbackError | None = None
 
     def check(self) -> None:
-        """Check that all callbacks can work in the run, before it begins.
+        """Check that all callbacks support the run, before it starts.
 
         Raises:
-            ValueError: A callback cannot.
+            ValueError: A callback does not support the run.
         """
         for callback in self.callbacks:
             callback._check_run(self._run)
 
     def begin_run(self) -> None:
-        """Tell callbacks that the run begins."""
+        """Notify callbacks that the run starts."""
         for callback in self.callbacks:
             self._begun.append(callback)
             self.call(callback, "on_run_begin", self._run)
 
     def tell(self, hook: str, *args: Any) -> None:
-        """Call a hook of all callbacks, with the run.
+        """Call a hook of all callbacks, passing the run first.
 
         Raises:
-            CallbackError: One of them failed.
+            CallbackError: A callback failed.
         """
         self.on(hook, self._run, *args)
 
@@ -225,11 +228,11 @@ class CallbackCalls(Dispatcher):
         return any(overrides(each, hook) for each in self.callbacks)
 
     def progress(self, progress: CallProgress) -> None:
-        """Tell callbacks the progress of an epoch. An error is kept until `check_progress` raises it."""
+        """Report the progress of an epoch to callbacks. An error is stored until `check_progress` raises it."""
         self._tell_inside("on_progress", progress)
 
     def step_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Tell callbacks the metrics of the last steps. An error is kept, as in `progress`."""
+        """Report the metrics of the last steps to callbacks. An error is stored until `check_progress` raises it."""
         self._tell_inside("on_step_metrics", step, metrics)
 
     def _tell_inside(self, hook: str, *args: Any) -> None:
@@ -240,27 +243,27 @@ class CallbackCalls(Dispatcher):
             self._failed_in_progress = error
 
     def check_progress(self) -> None:
-        """Raise the error of a callback that failed while an epoch was running."""
+        """Raise the error of a callback that failed during an epoch."""
         if self._failed_in_progress is not None:
             raise self._failed_in_progress
 
     def end_run(self, error: BaseException | None) -> None:
-        """Call `on_run_end` of each callback whose `on_run_begin` was called, even if one fails.
+        """Call `on_run_end` of each callback whose `on_run_begin` was called, even if a callback fails.
 
         Raises:
-            CallbackError: A callback failed in a run that did not.
+            CallbackError: A callback failed in a run that had not failed.
         """
         has_failed = error is not None
         self.finish(["on_run_end"], self._run, error, has_failed=has_failed, only=self._begun)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the class name and the state of each callback, for another run."""
+        """Return the class name and the state of each callback, to pass to another run's `load_states`."""
         return [
             {"name": type(callback).__name__, "state": self.call(callback, "state_dict")} for callback in self.callbacks
         ]
 
     def load_states(self, states: Iterable[Any]) -> None:
-        """Give callbacks the states that `states` returned. Each one gets the first unused state of its class."""
+        """Load the states that `states` returned. Each callback gets the first unused state with its class name."""
         left = [dict(entry) for entry in states]
         for callback in self.callbacks:
             found = next((entry for entry in left if entry.get("name") == type(callback).__name__), None)
@@ -276,17 +279,17 @@ def overrides(callback: Callback, method: str) -> bool:
 
 
 class FunctionCalls(CallbackCalls):
-    """Calls our callbacks while a training function runs: there is one result per report, and no epochs.
+    """Calls raysgd callbacks while a training function runs. Each report counts as one result; there are no epochs.
 
     Args:
-        callbacks: The callbacks, in the order of their calls.
+        callbacks: The callbacks, in calling order.
         name: Name of the run.
-        config: The config of the function.
-        folder: Folder for the files of callbacks.
-        obstacle_to_stop: Reason why `run.stop` cannot end this kind of run; None if it can.
+        config: The function's config.
+        folder: Folder for the callbacks' files.
+        obstacle_to_stop: Reason why `run.stop` cannot end this kind of run; None if `run.stop` works.
 
     Raises:
-        ValueError: Two of the callbacks write to the same place.
+        ValueError: Two callbacks write to the same file.
     """
 
     def __init__(
@@ -313,17 +316,17 @@ class FunctionCalls(CallbackCalls):
         return self._run.is_stopping
 
     def begin_run(self, num_reports: int = 0) -> None:
-        """Tell callbacks that the function starts. Do nothing when it starts again.
+        """Notify callbacks that the function starts. Do nothing when it restarts.
 
         Args:
-            num_reports: Number of reports in the checkpoint that it continues from.
+            num_reports: Number of reports in the checkpoint that the function continues from.
         """
         if not self._begun:
             self._run.epoch = num_reports
             super().begin_run()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
-        """Tell callbacks of the new events, and then of a report. `events` has all events so far."""
+        """Pass the new events to callbacks, and then a report. `events` has all events of the run so far."""
         if not self.callbacks:
             return
         run = self._run
@@ -336,17 +339,17 @@ class FunctionCalls(CallbackCalls):
 
 
 class RunCallbacks(Dispatcher):
-    """The callbacks of a run of `fit()`, from `RunConfig(callbacks=[...])`.
+    """Calls the callbacks of a `fit()` run, from `RunConfig(callbacks=[...])`.
 
-    Callbacks and loggers of Ray Tune are called first, with the trial, and then ours, with the run. After one has
-    failed, none is called until the end of the run.
+    Ray Tune callbacks and loggers are called first, with the trial. Then raysgd callbacks are called, with the run.
+    After a callback has failed, no callback is called until the run ends.
 
     Args:
-        callbacks: The callbacks of the user.
-        trial: The trial that callbacks of Ray Tune get.
+        callbacks: The user's callbacks.
+        trial: The trial passed to Ray Tune callbacks.
 
     Raises:
-        TypeError: An object is not a callback, or runs in the workers.
+        TypeError: An object is not a callback, or is a worker callback.
     """
 
     def __init__(self, callbacks: Sequence[Any] | None, trial: FitTrialView) -> None:
@@ -361,7 +364,7 @@ class RunCallbacks(Dispatcher):
 
     @property
     def replaced_loggers(self) -> frozenset[str]:
-        """Names of the default loggers of Ray Tune that the user passed."""
+        """Names of Ray Tune's default loggers that the user passed."""
         return frozenset(name for callback in self.callbacks for name in _default_loggers(callback))
 
     @property
@@ -370,15 +373,15 @@ class RunCallbacks(Dispatcher):
         return self._own.is_stopping
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Set the function that returns the events of the workers."""
+        """Set the function that returns the workers' events."""
         self._events = events
 
     def setup(self, stop: Any) -> None:
-        """Tell callbacks of the run, once, before the first attempt."""
+        """Call `setup` of Ray Tune callbacks, once, before the first attempt."""
         self._unless_failed(self.on, "setup", stop=stop, num_samples=1, total_num_samples=1)
 
     def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:
-        """Tell callbacks that an attempt starts.
+        """Notify callbacks that an attempt starts.
 
         Args:
             after_failure: Whether an earlier attempt has failed.
@@ -391,32 +394,32 @@ class RunCallbacks(Dispatcher):
         self._unless_failed(self._own.begin_run, num_reports)
 
     def report(self, result: Mapping[str, Any]) -> None:
-        """Tell callbacks of a report, while `trial.last_result` is still the previous one."""
+        """Pass a report to callbacks, while `trial.last_result` is still the previous report."""
         self._on("on_step_begin")
         self._on("on_trial_result", result=dict(result))
         self._unless_failed(self._own.report, result, self._events())
 
     def save(self, checkpoint: Any) -> None:
-        """Tell callbacks of a checkpoint, while `trial.checkpoint` is still the previous one."""
+        """Notify callbacks of a checkpoint, while `trial.checkpoint` is still the previous checkpoint."""
         self._on("on_checkpoint", checkpoint=checkpoint)
         path = getattr(checkpoint, "path", None)
-        if path is not None:  # a checkpoint that is not kept stays in memory
+        if path is not None:  # a checkpoint that is not retained stays in memory
             self._unless_failed(self._own.tell, "on_checkpoint", str(path))
 
     def saved(self) -> None:
-        """Tell callbacks that `trial.checkpoint` is the new one."""
+        """Notify callbacks that `trial.checkpoint` is now the new checkpoint."""
         self._on("on_trial_save")
 
     def end_step(self) -> None:
-        """Tell callbacks that the report is complete."""
+        """Notify callbacks that the report is fully processed."""
         self._iteration += 1
         self._on("on_step_end")
 
     def end_run(self, error: BaseException | None) -> None:
-        """Tell every callback that the run has ended, perhaps with an error, even if one of them fails.
+        """Notify every callback that the run has ended or failed, even if a callback fails.
 
         Raises:
-            CallbackError: A callback failed in a run that did not.
+            CallbackError: A callback failed in a run that had not failed.
         """
         hooks = ["on_trial_error" if error is not None else "on_trial_complete", "on_experiment_end"]
         shown: dict[str, Any] = {"iteration": self._iteration, "trials": [self._trial], "trial": self._trial}
@@ -425,13 +428,16 @@ class RunCallbacks(Dispatcher):
         self._own.end_run(error)
 
     def states(self) -> dict[int, Any]:
-        """Return the states of callbacks by position, for a run that continues this one. Ours are the last entry."""
+        """Return the states of callbacks by position, for a run that continues this run.
+
+        The last entry holds the states of raysgd callbacks.
+        """
         found = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
         own = [each for each in self._own.states() if each["state"] is not None]
         return {index: state for index, state in {**found, len(found): own}.items() if state}
 
     def restore_states(self, states: Mapping[int, Any]) -> None:
-        """Give callbacks the states that `states` returned."""
+        """Load the states that `states` returned."""
         for index, callback in enumerate(self.callbacks):
             if index in states:
                 self.call(callback, "set_state", states[index])
@@ -452,10 +458,10 @@ class RunCallbacks(Dispatcher):
 
 
 def of_tune_among(callbacks: Iterable[Any]) -> list[Any]:
-    """Return the callbacks of Ray Tune among those that a user gave for a run of `fit()` or a sweep.
+    """Return the Ray Tune callbacks in a user's list for a run of `fit()` or a sweep.
 
     Raises:
-        TypeError: One of them has no hook of Ray Tune.
+        TypeError: An object is neither a raysgd callback nor has a Ray Tune hook.
     """
     found = [each for each in callbacks if not isinstance(each, Callback)]
     for each in found:
@@ -468,7 +474,7 @@ def _check_of_tune(callback: Any) -> None:
         instead = f"; did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
         if hasattr(callback, "start_training"):
             instead = ". A `TrainingCallback` is for `raysgd.train.Trainer.run(callbacks=[...])`"
-        if hasattr(callback, "after_report"):  # a callback of Ray Train, such as its `TuneReportCallback`
+        if hasattr(callback, "after_report"):  # a Ray Train callback, such as its `TuneReportCallback`
             instead = (
                 ". Callbacks of Ray Train are for its own trainers. To let Ray Tune see a run, pass the trainer to "
                 "`raysgd.tune.Tuner`, or call `ray.tune.report(trainer.fit().metrics)` in your function"
@@ -480,7 +486,7 @@ def _check_of_tune(callback: Any) -> None:
 
 
 def _default_loggers(callback: Any) -> list[str]:
-    """Return the names of the default loggers of Ray Tune that a callback derives from."""
+    """Return the names of Ray Tune's default loggers that a callback derives from."""
     return [
         base.__name__
         for base in type(callback).__mro__

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks import sidecar
-from raysgd.callbacks.callback import Callback, Run, refuse_one_place
+from raysgd.callbacks.callback import Callback, Run, SaveBehind, refuse_one_place
 from raysgd.callbacks.early_stopping import Mode, WatchedMetric
 from raysgd.core import arguments as checks
 from raysgd.core.numbers.ranking import MAX, BestCheckpoints, SavedCheckpoint
 from raysgd.core.text.secrets import masked
-from raysgd.exceptions import StorageError
+from raysgd.exceptions import RaySGDError, StorageError
 from raysgd.storage import Folder, open_folder
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,12 @@ class Checkpointing(Callback):
         every_n_steps: Also save inside epochs, after every this many batches of a worker, counted over all epochs. The
             file `epoch_0002_step_000120.ckpt` is from two epochs and 120 batches of the third. For `TorchTrainer`.
         every_minutes: Also save inside epochs, at the first step after this many minutes without a save.
+        blocking: False lets the training continue while a file is written. The next save waits for it, and so does the
+            end of the run. Older files are deleted after the new one is complete, so the folder holds one more.
         keep_last: How many of the newest files to keep; None for all.
         keep_best: How many of the best files to keep as well. Default: 1 if there is a metric, else 0.
-        metric: Metric that decides which files are best, such as "val_loss". An epoch without it is never the best.
+        metric: Metric that decides which files are best, such as "val_loss". An epoch without it is never the best. A
+            file from inside an epoch has it if there is a validation at its step (`validate_every_n_steps` of `fit`).
         mode: Whether the "min" or the "max" of the metric is best. "auto" decides by the name: "max" for an accuracy,
             "min" for a loss. For other names it is "min", with a warning.
         max_failures: How many failed saves in a row end the run: 1 for the first one, None for never.
@@ -74,6 +77,7 @@ class Checkpointing(Callback):
         every_n_epochs: int = 1,
         every_n_steps: int | None = None,
         every_minutes: float | None = None,
+        blocking: bool = True,
         keep_last: int | None = 1,
         keep_best: int | None = None,
         metric: str | None = None,
@@ -93,7 +97,8 @@ class Checkpointing(Callback):
         self.max_failures = _count_or_none("max_failures", max_failures, "None never ends the run.")
         self._metric = WatchedMetric("Checkpointing", metric, mode) if metric is not None else None
         self.keep_best = self._checked_keep_best(keep_best)
-        checks.refuse_text(restore_best_at_end=restore_best_at_end)
+        checks.refuse_text(restore_best_at_end=restore_best_at_end, blocking=blocking)
+        self.blocking = bool(blocking)
         self.restore_best_at_end = bool(restore_best_at_end)
         if self.restore_best_at_end and not self.keep_best:
             raise ValueError("`restore_best_at_end=True` needs a `metric` and `keep_best` of 1 or more.")
@@ -103,6 +108,8 @@ class Checkpointing(Callback):
         self._saved: list[Saved] = []
         self._num_failures = 0
         self._unsaved: Saved | None = None
+        self._rated: tuple[tuple[int, int], float | None] | None = None
+        self._in_flight: tuple[Saved, SaveBehind] | None = None
         self._end: str | None = None
 
     def _checked_keep_best(self, keep_best: Any) -> int:
@@ -119,7 +126,8 @@ class Checkpointing(Callback):
     @property
     def newest(self) -> str | None:
         """Path or URI of the newest checkpoint of the run; None before the first one."""
-        return self._location(self._saved[-1].content) if self._saved else None
+        complete = self._complete
+        return self._location(complete[-1].content) if complete else None
 
     @property
     def best(self) -> str | None:
@@ -171,6 +179,7 @@ class Checkpointing(Callback):
         if folder != self._folder or not (run.epoch or run.step):
             self._saved = []
         self._folder, self._num_failures, self._unsaved, self._end = folder, 0, None, None
+        self._rated = self._in_flight = None
         try:
             self._look_around()
         except OSError as error:
@@ -180,8 +189,14 @@ class Checkpointing(Callback):
 
     def on_epoch_trained(self, run: Run) -> None:
         """Save now if validation runs beside the training: the result comes when the next epoch is trained."""
+        self._settle(run, waits=False)
         if run.validates_beside:
             self._save_if_due(run, None)
+
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        """Note the value of the metric, for a file that is saved at this step."""
+        if self._metric is not None:
+            self._rated = (run.epoch, run.step), self._metric.value_inside(run, metrics)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Save if this epoch is due or the last save failed. If it is saved already, add its score."""
@@ -194,10 +209,11 @@ class Checkpointing(Callback):
     def _save_if_due(self, run: Run, score: float | None) -> None:
         self._unsaved = SavedCheckpoint((run.epoch, 0), score, _name_of(run.epoch, 0))
         if run.epoch % self.every_n_epochs == 0 or self._num_failures:
-            self._save(run, self._unsaved)
+            self._save(run, self._unsaved, blocking=self.blocking)
 
     def _rate(self, run: Run, score: float | None) -> None:
         """Add the value of the metric to the file of an epoch, and delete files that are no longer needed."""
+        self._settle(run)
         before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]
         if self._unsaved is not None and self._unsaved.number == epoch:
@@ -219,20 +235,28 @@ class Checkpointing(Callback):
         every = self.every_n_steps
         is_due = every is not None and global_step // every > self._paused_at // every
         if is_due or self._pauses_now():
-            self.on_leave(run)
+            self._save_here(run, blocking=self.blocking)
+        else:
+            self._settle(run, waits=False)
 
     def on_leave(self, run: Run) -> None:
-        """Save the state at which the run stops or pauses, unless it is saved already."""
+        """Save the state at which the run stops, unless it is saved already."""
+        self._save_here(run)
+
+    def _save_here(self, run: Run, *, blocking: bool = True) -> None:
+        self._settle(run)
         number = run.epoch, run.step
         if self._saved and self._saved[-1].number == number:
             return
         known = self._unsaved if self._unsaved is not None and self._unsaved.number == number else None
-        self._save(run, known or SavedCheckpoint(number, None, _name_of(*number)))
+        score = self._rated[1] if self._rated is not None and self._rated[0] == number else None
+        self._save(run, known or SavedCheckpoint(number, score, _name_of(*number)), blocking=blocking)
         self._unsaved = None
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Save the last epoch, write down how the run ended, and load the best file if requested."""
         self._end = _end_in_words(run, error)
+        self._settle(run)
         if error is None and self._unsaved is not None:
             self._save(run, self._unsaved)
         else:
@@ -241,14 +265,20 @@ class Checkpointing(Callback):
         if error is None and self.restore_best_at_end and best is not None:
             run.trainer.load(best)  # type: ignore[union-attr]
 
-    def _save(self, run: Run, new: Saved) -> None:
+    def _save(self, run: Run, new: Saved, *, blocking: bool = True) -> None:
+        self._settle(run)
         before = self._saved
         others = [each for each in before if each.number != new.number]
-        self._saved, dropped = self._divide(run, [*others, new])  # `run.save` writes this list, too
+        # `run.save` writes this list, too. Files that a complete one replaces stay in it until then.
+        self._saved, dropped = self._divide(run, [*others, new]) if blocking else ([*others, new], [])
         assert self._folder is not None
         try:
             self._folder.make()
-            run.save(self._location(new.content))
+            if blocking:
+                run.save(self._location(new.content))
+            else:
+                assert run._save_behind is not None, "it is a run of a class-based trainer"
+                self._in_flight = new, run._save_behind(self._location(new.content))
             self._write_index(self._saved)
         except OSError as error:
             self._saved = before
@@ -256,11 +286,35 @@ class Checkpointing(Callback):
                 self._delete(new)  # its own file may be there without the one beside it
             self._fail(new, error)
             return
-        self._unsaved, self._num_failures, self._saved_at = None, 0, time.monotonic()
+        self._unsaved, self._saved_at = None, time.monotonic()
+        if blocking:
+            self._num_failures = 0
         for each in dropped:
             self._delete(each)
 
-    def _fail(self, new: Saved, error: OSError) -> None:
+    def _settle(self, run: Run, *, waits: bool = True) -> None:
+        """Finish the save in flight, if there is one: delete the files that it replaces, or note that it failed.
+
+        Without `waits`, a file that is still being written is left for later.
+        """
+        if self._in_flight is None or not (waits or self._in_flight[1].is_done):
+            return
+        (new, save), self._in_flight = self._in_flight, None
+        try:
+            save.finish()
+        except (OSError, RaySGDError) as error:  # of the disk, or the state was lost with its worker
+            self._saved = [each for each in self._saved if each.number != new.number]
+            self._delete(new)
+            self._update_index(self._saved)
+            self._fail(new, error)
+            return
+        self._num_failures = 0
+        self._saved, dropped = self._divide(run, self._saved)
+        self._update_index(self._saved)
+        for each in dropped:
+            self._delete(each)
+
+    def _fail(self, new: Saved, error: OSError | RaySGDError) -> None:
         self._num_failures += 1
         is_over = self.max_failures is not None and self._num_failures >= self.max_failures
         logger.warning(
@@ -300,8 +354,14 @@ class Checkpointing(Callback):
         waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > told]
         return self._rule.divide(saved, waiting)
 
+    @property
+    def _complete(self) -> list[Saved]:
+        """The files, without one that is still being written."""
+        coming = None if self._in_flight is None else self._in_flight[0].number
+        return [each for each in self._saved if each.number != coming]
+
     def _best(self) -> Saved | None:
-        scored = [each for each in self._saved if each.score is not None and not math.isnan(each.score)]
+        scored = [each for each in self._complete if each.score is not None and not math.isnan(each.score)]
         best = self._rule.best(scored)
         return best[-1] if best else None
 

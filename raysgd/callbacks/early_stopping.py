@@ -69,6 +69,15 @@ class WatchedMetric:
         self.was_found = True
         return float(value)
 
+    def value_inside(self, run: Run, metrics: Mapping[str, Any]) -> float | None:
+        """Return the value in the metrics of a validation inside an epoch. None if only epochs have the metric.
+
+        Raises:
+            ValueError: The validation has no such metric, or its value is not a number.
+        """
+        is_of_epochs = not self.name.startswith(_OF_VALIDATION) or any(map(_may_add, run.callbacks))
+        return None if is_of_epochs and value_at(metrics, self.name) is None else self.value_in(metrics)
+
     def is_better(self, value: float, other: float | None, min_delta: float = 0.0) -> bool:
         """Return True if a value is better than another one by more than `min_delta`. NaN is never better."""
         if math.isnan(value):
@@ -118,7 +127,7 @@ class EarlyStopping(Callback):
     """Ends a run when a metric has not improved for some epochs. The driver decides, once for all workers.
 
     Only epochs that have the metric count. With `validation_freq=2`, for example, a validation metric is checked every
-    second epoch.
+    second epoch. With `validate_every_n_steps`, it is checked after each validation, and the run ends at that step.
 
     Args:
         metric: Name of the metric in the results, such as "val_loss".
@@ -153,7 +162,7 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
     ) -> None:
         self._metric = WatchedMetric("EarlyStopping", metric, mode)
-        self.patience = checks.check_count("patience", patience, "It is the number of epochs to wait.")
+        self.patience = checks.check_count("patience", patience, "It is the number of results to wait for.")
         if not checks.is_number(min_delta) or min_delta < 0:
             raise ValueError(f"`min_delta={min_delta!r}`: need a number, 0 or more.")
         if threshold is not None and not checks.is_number(threshold):
@@ -165,6 +174,7 @@ class EarlyStopping(Callback):
 
     def _begin(self) -> None:
         self.best: float | None = None
+        self._last: float | None = None
         self.best_epoch = 0
         self.num_without_improvement = 0
 
@@ -175,17 +185,26 @@ class EarlyStopping(Callback):
         """Start counting. With the counts of a checkpoint, stop at once if they already call for it."""
         if not self._is_loaded:
             self._begin()
+        elif self._last is not None:
+            self._metric.was_found = True
+            self._judge(run, self._last)
         elif len(run.history) and value_at(run.history[-1], self._metric.name) is not None:
             self._judge(run, self._metric.value_in(run.history[-1]))
         self._is_loaded = False
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Count a result, and stop the run if the metric calls for it."""
-        value = self._metric.value_in(result)
-        if value is None:
-            return
-        self._count(value, run.epoch)
-        self._judge(run, value)
+        self._take(run, self._metric.value_in(result), run.epoch)
+
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        """Count a validation inside an epoch, as a result."""
+        self._take(run, self._metric.value_inside(run, metrics), run.epoch + 1)
+
+    def _take(self, run: Run, value: float | None, epoch: int) -> None:
+        if value is not None:
+            self._last = value
+            self._count(value, epoch)
+            self._judge(run, value)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Warn if no result had the metric."""
@@ -224,10 +243,11 @@ class EarlyStopping(Callback):
             "best": self.best,
             "best_epoch": self.best_epoch,
             "num_without_improvement": self.num_without_improvement,
+            "last": self._last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the counts of another run."""
         self.best, self.best_epoch = state["best"], int(state["best_epoch"])
-        self.num_without_improvement = int(state["num_without_improvement"])
+        self.num_without_improvement, self._last = int(state["num_without_improvement"]), state.get("last")
         self._is_loaded = True

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from raysgd.callbacks.callback import Callback, Run, refuse_one_place
 from raysgd.core.arguments import refuse_text
 from raysgd.core.files import check_path
+from raysgd.core.history import readable
 from raysgd.core.writers.files import CsvTable, EventFile, JsonLines
 from raysgd.core.writers.services import CometRun, MLflowRun, ServiceRun, WandbRun
 from raysgd.core.writers.sink import SafeSink, Sink
@@ -39,6 +40,10 @@ class MetricsLogger(Callback):
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of steps. They have names of their own, because results count epochs."""
         self._sink.write({f"steps/{name}": value for name, value in metrics.items()}, step)
+
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        """Write the metrics of a validation inside an epoch, as those of a step."""
+        self.on_step_metrics(run, step, readable.chosen(metrics, None))
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Close the sink."""
@@ -78,6 +83,10 @@ class _FileLogger(MetricsLogger):
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of steps to the second file."""
         self._steps.write({"epoch": run.epoch, "step": step, **metrics}, step)
+
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        """Write the metrics of a validation inside an epoch to the second file."""
+        self._steps.write({"epoch": run.epoch + 1, "step": step, **readable.chosen(metrics, None)}, step)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Write one result with its epoch."""
@@ -190,7 +199,8 @@ class MLflowLogger(_ServiceLogger):
 class WandbLogger(_ServiceLogger):
     """Logs to a run of Weights & Biases: the config, and the metrics with the epoch as their step.
 
-    If a run is already active, the logger writes to it and leaves it open. It does not log step metrics.
+    If a run is already active, the logger writes to it and leaves it open. It does not log the metrics of steps, or of
+    validations inside epochs.
 
     Args:
         project: Name of the project. Default: the environment variable WANDB_PROJECT, or the default of the service.
@@ -217,6 +227,7 @@ class WandbLogger(_ServiceLogger):
         super().__init__(WandbRun(name, "`WandbLogger`", **options))
 
     on_step_metrics = Callback.on_step_metrics  # off: a wandb run has a single count, for epochs
+    on_validation = Callback.on_validation
 
 
 class CometLogger(_ServiceLogger):

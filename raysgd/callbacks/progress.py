@@ -78,6 +78,10 @@ class ProgressBar(Callback):
         values, most = readable.chosen(result, self._metrics), _MOST_IN_ROW if self._metrics is None else None
         self._bar.row(self._label(run), values, self._circumstances(result), most)
 
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        self._bar.clear()
+        self._bar.row(f"step {step}", readable.chosen(metrics, self._metrics), {}, _MOST_IN_ROW)
+
     def on_event(self, run: Run, event: GroupEvent) -> None:
         self._num_workers = event.old_size
 

@@ -85,6 +85,9 @@ class HTMLReport(Callback):
         if time.monotonic() >= self._rest_until:
             self._write(run, "running")
 
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        self.on_step_metrics(run, step, readable.chosen(metrics, None))
+
     def on_event(self, run: Run, event: GroupEvent) -> None:
         self._write(run, "running")
 

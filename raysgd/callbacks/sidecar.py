@@ -24,7 +24,7 @@ _NAME_OF_PART = re.compile(r"history-[0-9a-f]{16}\.json")
 _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "epoch": lambda value: type(value) is int,
     "callbacks": lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
-    **dict.fromkeys(("pending", "epochs"), lambda value: value is None or type(value) is int),
+    **dict.fromkeys(("pending", "epochs", "max_step"), lambda value: value is None or type(value) is int),
     "begun": lambda value: value is None or (isinstance(value, dict) and type(value.get("num_steps")) is int),
     "open_steps": lambda value: value is None or isinstance(value, list),
     "parts": lambda value: (
@@ -46,6 +46,7 @@ class Sidecar:
         epochs: The last epoch of the run; None if unknown.
         begun: Place inside the next epoch where the run was saved, as plain data; None between two epochs.
         open_steps: Measurements of each rank since the last mean that loggers got, as plain data.
+        max_step: The last step of the run; None if it has no limit.
     """
 
     epoch: int
@@ -55,6 +56,7 @@ class Sidecar:
     epochs: int | None = None
     begun: dict[str, Any] | None = None
     open_steps: list[Any] | None = None
+    max_step: int | None = None
 
 
 class Sidecars:
@@ -84,6 +86,7 @@ class Sidecars:
             "epochs": sidecar.epochs,
             "begun": sidecar.begun,
             "open_steps": sidecar.open_steps,
+            "max_step": sidecar.max_step,
         }
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
@@ -151,7 +154,7 @@ def _read(checkpoint: str) -> tuple[Sidecar, list[str]] | None:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"`{files.shown(beside)}` is damaged: {error}. Delete it to resume without it.") from error
-    optional = (content.get(name) for name in ("pending", "epochs", "begun", "open_steps"))
+    optional = (content.get(name) for name in ("pending", "epochs", "begun", "open_steps", "max_step"))
     sidecar = Sidecar(content["epoch"], history, content["callbacks"], *optional)
     return sidecar, content["parts"]
 

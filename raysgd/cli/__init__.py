@@ -1,1 +1,1 @@
-"""The command `raysgd`: checks a machine, shows the status of runs, and rewrites old programs."""
+"""The `raysgd` command: checks a machine, shows the status of runs, and rewrites old programs."""

@@ -1,4 +1,4 @@
-"""The commands for detached trainers, which outlive their program: `raysgd list`, `raysgd attach`, `raysgd stop`."""
+"""The commands for detached trainers: `raysgd list`, `raysgd attach`, `raysgd stop`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = Callable[..., None]
 
 
 def _in_cluster(command: Command) -> Command:
-    """Add `--address` to a command, connect to that cluster first, and show errors without their traceback."""
+    """Add `--address` to a command, connect to that cluster first, and show errors without a traceback."""
 
     @click.option(
         "--address", default="auto", help="The Ray cluster. Default: RAY_ADDRESS, else the one of this machine."

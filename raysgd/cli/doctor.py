@@ -1,4 +1,4 @@
-"""Checks that this machine and its cluster have what trainers need, and says what is wrong and what to do.
+"""Checks that this machine and its cluster have what trainers need, and reports what is wrong and how to fix it.
 
 Each check returns a `CheckResult`. Checks change nothing. The self test starts two workers, trains two steps, and ends
 the workers.
@@ -27,20 +27,20 @@ from raysgd.core.private_names import TABLE, TESTED, missing_names
 Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
-    "ray": "2.44",  # older ones drop a thread's state after each call, so PyTorch ends a worker that joins a group
-    "torch": "2.10",  # in older ones, a file can make `torch.load(weights_only=True)` run code (CVE-2026-24747)
+    "ray": "2.44",  # older versions drop a thread's state after each call, so PyTorch ends a worker that joins a group
+    "torch": "2.10",  # in older versions, a file can make `torch.load(weights_only=True)` run code (CVE-2026-24747)
     "tensorflow": "2.19",
     "keras": "3.5",
     "lightning": "2.5.2",
     "transformers": "4.51",
 }
-"""Packages to check, with their oldest supported versions from `pyproject.toml`."""
+"""Packages to check, with the oldest supported versions from `pyproject.toml`."""
 NEEDED = ("ray",)
 FRAMEWORKS = ("torch", "tensorflow")
 PYTHONS = ((3, 10), (3, 13))
-"""Oldest and newest version of Python that the tests run with."""
+"""Oldest and newest Python versions that the tests run with."""
 NEWEST_PYTHON = (3, 14)
-"""Newest version of Python that Ray and PyTorch have releases for."""
+"""Newest Python version for which Ray and PyTorch have releases."""
 _SMALLEST_SHARED_MEMORY = 256 * 2**20
 _NUM_TEST_WORKERS = 2
 _CONNECT_S = 5.0
@@ -53,7 +53,7 @@ class CheckResult:
     Attributes:
         level: "ok", "note" if something may not work, or "problem" if training would fail.
         text: What the check found.
-        advice: What the user can do about it.
+        advice: What the user can do about the finding.
     """
 
     level: Level
@@ -62,12 +62,12 @@ class CheckResult:
 
 
 def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[CheckResult]:
-    """Run all checks, one after the other, and yield their results.
+    """Run all checks in sequence and yield their results.
 
     Args:
-        address: Address of a running Ray cluster; None for the environment variable RAY_ADDRESS. Without either, a
-            cluster is started on this machine, and ended after the checks.
-        self_test: True to train on two workers.
+        address: Address of a running Ray cluster. Default: the environment variable RAY_ADDRESS. Without either, a
+            cluster is started on this machine and ended after the checks.
+        self_test: True to also train on two workers.
     """
     versions = installed_versions()
     yield check_python(sys.version_info[:2])
@@ -93,7 +93,7 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[C
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the packages in `OLDEST` that are installed."""
+    """Return the versions of the installed packages among those in `OLDEST`."""
     found = {}
     for package in OLDEST:
         try:
@@ -104,7 +104,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_python(version: tuple[int, int]) -> CheckResult:
-    """Check that this version of Python is supported.
+    """Check that a Python version is supported.
 
     >>> check_python((3, 11)).level, check_python((3, 7)).level
     ('ok', 'problem')
@@ -141,7 +141,7 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers at the beginning of a version.
+    """Return the leading numbers of a version.
 
     >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1") < _numbers("2.16")
     ((2, 13, 0), True)
@@ -156,12 +156,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_gpus() -> CheckResult:
-    """Check that PyTorch can be imported and sees the GPUs of this machine."""
+    """Check that PyTorch can be imported and sees this machine's GPUs."""
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError:
         return CheckResult("note", "GPUs: not looked for, because PyTorch is not installed")
-    except Exception as error:  # a damaged installation may raise anything
+    except Exception as error:  # a broken installation may raise anything
         return CheckResult("problem", f"importing PyTorch fails: {_words(error)}", "Install PyTorch again: pytorch.org")
     return _finding_on_gpus(torch, has_driver=shutil.which("nvidia-smi") is not None)
 
@@ -195,7 +195,7 @@ def check_ports() -> CheckResult:
 
 
 def _own_address() -> str:
-    """Return the address that Ray uses for this machine."""
+    """Return the IP address that Ray uses for this machine."""
     try:
         import ray
     except ImportError:
@@ -204,8 +204,8 @@ def _own_address() -> str:
 
 
 def check_private_names() -> Iterator[CheckResult]:
-    """Check that packages newer than the tested ones still have the private names that raysgd uses."""
-    for name in ("torch", "ray"):  # import them, because compiled names are not in the source
+    """Check that packages newer than the tested versions still have the private names that raysgd uses."""
+    for name in ("torch", "ray"):  # import both packages, because compiled names are not in the source code
         with suppress(Exception):
             importlib.import_module(name)
     newer = [row for row in TABLE if _is_newer(row.package)]
@@ -228,7 +228,7 @@ def _is_newer(package: str) -> bool:
 
 
 def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
-    """Check that there is enough shared memory for Ray's objects and the processes of data loaders."""
+    """Check that there is enough shared memory for Ray's objects and for the processes of data loaders."""
     try:
         free = shutil.disk_usage(path).free
     except OSError as error:
@@ -248,7 +248,7 @@ class _NotConnectedError(Exception):
 
 @contextmanager
 def connected(address: str | None) -> Iterator[CheckResult]:
-    """Connect to the cluster for the block. An existing connection is used and stays open.
+    """Connect to the cluster for the block. An existing connection is reused and stays open.
 
     Raises:
         _NotConnectedError: The connection failed.
@@ -292,7 +292,7 @@ def _advice_on_connection(address: str | None) -> str:
 
 
 def check_cluster() -> Iterator[CheckResult]:
-    """Check which resources the nodes have, and which are free."""
+    """Report the nodes' total and free resources, and check that they suffice for two workers."""
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -300,7 +300,7 @@ def check_cluster() -> Iterator[CheckResult]:
 
 
 def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> CheckResult:
-    """Check that a cluster with these resources has room for two workers."""
+    """Check that a cluster with these resources has capacity for two workers."""
     text = (
         f"resources: {num_nodes} node(s), {free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs and "
         f"{free.get('GPU', 0):g} of {total.get('GPU', 0):g} GPUs are free"
@@ -332,7 +332,7 @@ def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResu
 
 
 def run_self_test() -> CheckResult:
-    """Train two steps on two workers, and compare the weights with those of one process."""
+    """Train two steps on two workers, and compare the weights with the weights of a single process."""
     try:
         seconds, is_equal = _train_on_two_workers()
     except Exception as error:  # any error is a result of the test
@@ -348,7 +348,7 @@ def run_self_test() -> CheckResult:
 
 
 def _train_on_two_workers() -> tuple[dict[str, float], bool]:
-    """Return the seconds that each part took, and True if the weights are those of one process."""
+    """Return the seconds that each part took, and True if the weights match those of a single process."""
     from raysgd.cli.self_test import trained_weights
 
     together, seconds = trained_weights(num_workers=_NUM_TEST_WORKERS)
@@ -357,6 +357,6 @@ def _train_on_two_workers() -> tuple[dict[str, float], bool]:
 
 
 def _words(error: BaseException) -> str:
-    """Return the first line of an error, with its class."""
+    """Return the class and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,7 +1,10 @@
-"""Reads the status of a run from the files in its folder, without running or trusting anything in them.
+"""Reads the status of a run from the files in its folder, without executing or trusting their contents.
 
-It knows three kinds of folders: the folder of a run of Ray AIR's `fit()` (or the folder of the experiment above it),
-the `logdir` of a `raysgd.train.Trainer`, and the folder of `TorchTrainer.fit` or `TFTrainer.fit`.
+It recognizes three kinds of folders:
+
+* the folder of a run of Ray AIR's `fit()`, or the experiment's folder above it;
+* the `logdir` of a `raysgd.train.Trainer`;
+* the folder of `TorchTrainer.fit` or `TFTrainer.fit`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _MOST_METRICS = 4
 _MOST_FOLDERS = 3
 _SILENT_S = 600.0
 _NOT_OF_USER = FILLED_IN | {"epoch", "experiment_id", "timesteps_total"}
-"""Values of a report that raysgd or Ray added. They are not metrics of the user."""
+"""Values of a report that raysgd or Ray added. They are not user metrics."""
 
 EXPECTED = (
     "Expected one of: the folder of a run of `fit()` (with `result.json`) or the one above it (with `run.json`); the "
@@ -52,16 +55,16 @@ def without_folder() -> str:
 
 
 def read_status(path: str, now: float | None = None) -> str:
-    """Return the status of the run in a folder, as text.
+    """Return a description of the status of the run in a folder.
 
     Args:
         path: Path or URI of the folder.
-        now: Current time in seconds since 1970; None for that of the clock.
+        now: Current time in seconds since 1970. Default: the system time.
 
     Raises:
         StorageError: The folder cannot be read.
-        ValueError: The path is invalid or does not exist, or is not the folder of a run.
-        ModuleNotFoundError: The store of the URI needs a package.
+        ValueError: The path is invalid, does not exist, or is not a run's folder.
+        ModuleNotFoundError: The URI's store needs a package that is not installed.
     """
     folder = open_folder(path, argument="RUN_FOLDER")
     if not folder.exists():
@@ -89,9 +92,9 @@ def _found(folder: Folder, now: float) -> str | None:
 
 
 def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str]] = (), error: str = "") -> str:
-    """Return a status in rows: the kind of the folder, the state of the run, facts, and the end of the run's error.
+    """Format a status in rows: the kind of folder, the state of the run, facts, and the end of the run's error.
 
-    The state begins with "finished", "stopped", "interrupted", "failed", "running", or with "silent" if nothing was
+    The state starts with "finished", "stopped", "interrupted", "failed", "running", or with "silent" if nothing was
     written for a while.
     """
     rows = [("run", str(folder)), ("kind", kind), ("state", state), *facts]
@@ -103,7 +106,7 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
 
 
 def _experiment(folder: Folder, names: set[str], now: float) -> str:
-    """Return the status of an experiment: that of its last trial, which `run.json` names."""
+    """Return the status of an experiment, which is the status of its last trial, named in `run.json`."""
     note = report_in(_text(folder, "run.json")) or {}
     trial = note.get("trial")
     if isinstance(trial, str) and trial in names:
@@ -130,7 +133,7 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
 
 
 def _function_run(folder: Folder, num_runs: int, now: float) -> str:
-    """Return the status of a run of a `Trainer`. Its folder does not tell if it ended, only when it last reported."""
+    """Return the status of a `Trainer` run. Its folder shows only when it last reported, not whether it has ended."""
     content: Any = None
     with suppress(ValueError, RecursionError):
         content = json.loads(_text(folder, "results.json"))
@@ -144,7 +147,7 @@ def _function_run(folder: Folder, num_runs: int, now: float) -> str:
 
 
 def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
-    """Return the status of `trainer.fit`, from the files of callbacks and the sidecar of the newest checkpoint."""
+    """Return the status of `trainer.fit`, from the files of callbacks and the newest checkpoint's sidecar."""
     found, index = dict[str, str](), None
     for place in (folder, folder / "checkpoints"):
         beside = [name.removesuffix(ENDING) for name in place.names() if name.endswith(ENDING)]
@@ -177,13 +180,13 @@ def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
 
 
 def _newest(checkpoints: Sequence[str]) -> Sidecar | None:
-    """Return the sidecar of the checkpoint with the most epochs; None if no sidecar can be read."""
+    """Return the sidecar of the checkpoint with the most epochs, or None if no sidecar can be read."""
     places = dict[str, tuple[int, int]]()
     for checkpoint in checkpoints:
         with suppress(ValueError):
             places[checkpoint] = place_of(checkpoint)
     for checkpoint in sorted(places, key=places.__getitem__, reverse=True):
-        with suppress(ValueError):  # its history may be damaged
+        with suppress(ValueError):  # the sidecar's history may be damaged
             return Sidecars().read(checkpoint)
     return None
 
@@ -192,7 +195,7 @@ def _newest(checkpoints: Sequence[str]) -> Sidecar | None:
 
 
 def _text(folder: Folder, name: str) -> str:
-    """Return the text of a file; an empty text if there is no such file."""
+    """Return the text of a file, or an empty string if the file does not exist."""
     try:
         return folder.read(name).decode(errors="replace")
     except FileNotFoundError:
@@ -200,12 +203,12 @@ def _text(folder: Folder, name: str) -> str:
 
 
 def _number(value: Any) -> float:
-    """Return a number that was read from a file; 0 for other types, and for numbers too large for a count or a time."""
+    """Return a number read from a file. Other types, and numbers too large for a count or a time, become 0."""
     return value if isinstance(value, int | float) and abs(value) < 1e15 else 0
 
 
 def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a row with the most telling metrics of the last report."""
+    """Return a row with the most informative metrics of the last report."""
     names = [
         name
         for name, value in report.items()
@@ -236,7 +239,7 @@ def _written_at(report: Mapping[str, Any]) -> float:
 
 
 def _running(sign: str, at: float, now: float) -> str:
-    """Return the state of a run that did not write that it ended. It may be in a long epoch, or its driver is gone."""
+    """Return the state of a run that recorded no end. It may be in a long epoch, or its driver is gone."""
     if at <= 0:
         return f"running, or its driver is gone: there is no {sign}"
     word = "running" if now - at < _SILENT_S else "silent, a long epoch or its driver is gone"
@@ -244,7 +247,7 @@ def _running(sign: str, at: float, now: float) -> str:
 
 
 def _ago(at: float, now: float) -> str:
-    """Return how long ago something was, in the largest unit that fits.
+    """Format how long ago something happened, in the largest unit that fits.
 
     >>> _ago(0, 7500)
     '2 h old'
@@ -257,7 +260,7 @@ def _ago(at: float, now: float) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return a text that is cut if long, and that cannot move the cursor or change the colors of a terminal.
+    r"""Escape and truncate text so that it cannot move a terminal's cursor or change its colors.
 
     >>> print(printable("loss\x1b[31m"))
     loss\x1b[31m

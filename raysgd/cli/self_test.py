@@ -30,13 +30,13 @@ class LineOperator(TrainingOperator):
 
 
 def trained_weights(**options: Any) -> tuple[list[float], dict[str, float]]:
-    """Train one epoch, which is two steps.
+    """Train one epoch of two steps and return the weights.
 
     Args:
-        options: Options of the trainer.
+        options: Options for the trainer.
 
     Returns:
-        The weight and the bias, and the seconds that each part took, by the part's name.
+        The weight and the bias; and the seconds that each part took, keyed by a description of the part.
     """
     began = time.monotonic()
     with TorchTrainer(

@@ -1,7 +1,7 @@
-"""`install`, which lets programs for `ray.util.sgd` run unchanged, and the alias modules that they import.
+"""`install`, which lets programs written for `ray.util.sgd` run unchanged, and the alias modules that they import.
 
-Aliases are not copies: reading or setting a name on one reads or sets it on raysgd's module. Ray's own `ray.util.sgd`,
-which raises on import, is never executed.
+Aliases are not copies: reading or setting a name on an alias reads or sets it on raysgd's module. Ray's own
+`ray.util.sgd`, which raises an error on import, is never executed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from raysgd.compat.paths import Paths
 
 VARIABLE = "RAYSGD_COMPAT"
-"""Tells worker processes that the driver called `install`."""
+"""Environment variable that tells worker processes that the driver called `install`."""
 _OLD = ("ray.util.sgd", "ray.experimental.sgd")
-"""The packages of the old library. Ray still has the first one, but importing it raises."""
+"""The packages of the old library. Ray still has the first package, but importing it raises an error."""
 
 
 class Alias(ModuleType):
-    """An alias of a module: the module under another name.
+    """Makes a module available under another name.
 
     Args:
         name: The name that a program imports.
-        target: The module that it gets.
+        target: The module that the program gets.
     """
 
     def __init__(self, name: str, target: ModuleType) -> None:
@@ -75,7 +75,7 @@ def _alias_there(name: str, target: str) -> Alias:
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Finds the modules of the old library that Ray no longer has, and `ray.util.iter`, which belongs to them."""
+    """Finds the old library's modules that Ray no longer has, and `ray.util.iter`, which belongs to them."""
 
     def __init__(self) -> None:
         self._paths = Paths()
@@ -86,7 +86,7 @@ class _OldNames(MetaPathFinder, Loader):
             return ModuleSpec(fullname, self, is_package=True)
         is_old = fullname.startswith(_OLD) or fullname.rpartition(".")[0] in self._modules
         gone = self._paths.find(fullname) if is_old else None
-        if gone is not None and gone.new is None:  # a `from` import would drop the text of a `ModuleNotFoundError`
+        if gone is not None and gone.new is None:  # a `from` import would drop the message of a `ModuleNotFoundError`
             raise ImportError(f"`{fullname}` has no successor in raysgd: {gone.reason}", name=fullname)
         if self._paths.is_package(fullname) and not _is_rays(fullname):
             return ModuleSpec(fullname, self, is_package=True)
@@ -97,11 +97,11 @@ class _OldNames(MetaPathFinder, Loader):
         return ModuleType(spec.name) if new is None else Alias(spec.name, importlib.import_module(new))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the module has been imported already."""
+        """Do nothing, because the module has already been imported."""
 
 
 def _is_rays(name: str) -> bool:
-    """Return True if Ray has a package or module with this name."""
+    """Return True if Ray itself has a package or module with this name."""
     parent, _, _ = name.rpartition(".")
     if not parent:
         return True
@@ -111,10 +111,11 @@ def _is_rays(name: str) -> bool:
 
 
 def install() -> None:
-    """Make imports of `ray.util.sgd`, and of other modules that Ray no longer has, use raysgd; also in workers.
+    """Redirect imports of `ray.util.sgd`, and of other modules that Ray no longer has, to raysgd.
 
-    Call it before Ray starts, so that the worker processes inherit it. On a cluster that already runs, pass
-    `runtime_env={"worker_process_setup_hook": "raysgd.compat.install"}` to `ray.init`.
+    This also applies to workers. Call it before Ray starts, so that the worker processes inherit the setting. On a
+    cluster that is already running, pass `runtime_env={"worker_process_setup_hook": "raysgd.compat.install"}` to
+    `ray.init`.
     """
     os.environ[VARIABLE] = "1"
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):

@@ -21,9 +21,9 @@ MOVED = {
         "SGDWorkerGroup": "raysgd.train.trainer:TrainWorkerGroup",
     },
 }
-"""For each module the names that it also offers, and their places: `module`, or `module:name` if renamed."""
+"""For each module, the names that it also exports, and their locations: `module`, or `module:name` if renamed."""
 
 
 def former_names(module: str) -> None:
-    """Let a module, given by its `__name__`, offer its former names."""
+    """Make the module with this `__name__` export its former names too."""
     lazy_names(module, MOVED.get(module, {}))

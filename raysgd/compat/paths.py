@@ -1,7 +1,7 @@
-"""The one table of the old library's names: the current place of each, or why it is gone.
+"""The table of the old library's names: the current location of each name, or why it is gone.
 
-It is used by `raysgd migrate` to rewrite programs, by `raysgd.compat.install` to run them unchanged, and for the tables
-in `docs/migration.md`.
+`raysgd migrate` uses it to rewrite programs, `raysgd.compat.install` to run them unchanged, and `docs/migration.md` for
+its tables.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from difflib import get_close_matches
 from typing import Literal
 
 Group = Literal["sgd", "train"]
-"""Group of names: "sgd" if Ray no longer has them, "train" if they mean something else in current Ray. The latter are
-left alone unless the user says that they mean the old library."""
+"""Group of names: "sgd" if Ray no longer has them, "train" if they mean something else in current Ray.
+
+Names in "train" are left unchanged unless the user says that they mean the old library.
+"""
 
 _SESSION_A = "get_dataset_shard load_checkpoint local_rank report save_checkpoint world_rank world_size"
 _CONFIGS = "CheckpointConfig FailureConfig RunConfig ScalingConfig"
@@ -194,14 +196,17 @@ _INSIDE_RAY = {
 """Names that current Ray has in other modules."""
 _EXPERIMENTAL = "ray.experimental.sgd"
 _FORMERLY = ("", ".pytorch", ".tf", ".utils")
-"""Parts of `ray.util.sgd` that were in `ray.experimental.sgd` before."""
+"""Parts of `ray.util.sgd` that used to be in `ray.experimental.sgd`."""
 _BESIDE_SGD = {
     "ray.util.iter": (
         "raysgd.util.iter",
         "LocalIterator ParallelIterator from_items from_iterators from_range",
     ),
 }
-"""Names that current Ray has, too. In programs that use a name of `_SGD` they mean ours: they only work together."""
+"""Names that current Ray has too.
+
+In programs that use a name of `_SGD` they mean raysgd's, because they work only together.
+"""
 
 _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train": (
@@ -360,11 +365,11 @@ _RENAMED_TRAIN = {
     "ray.train._internal.utils.check_for_failure": "raysgd.utils.check_for_failure",
     "ray.train._internal.utils.construct_path": "raysgd.train.utils.construct_path",
 }
-"""Such names that mean something else in current Ray."""
+"""Renamed single names that mean something else in current Ray."""
 
 _NUM_NAMES = 5
 RAY_TRAIN = "2.60"
-"""The version of Ray whose `ray.train` the tables cover: each of its public names is in one of them."""
+"""The Ray version whose `ray.train` the tables cover. Each of its public names is in one of the tables."""
 
 _TRANSFORMERS = (
     "run `transformers.Trainer` in the function of a `TorchTrainer`, with what "
@@ -515,14 +520,14 @@ _GONE = {
 
 @dataclass(frozen=True)
 class NewPlace:
-    """The new place of an old name, or the reason why it is gone.
+    """The new location of an old name, or the reason why it is gone.
 
     Attributes:
-        old: The name, with its module.
-        new: Its current place; None if it is gone.
-        reason: Why it is gone, and what to use instead.
-        module: The module to import for it.
-        is_listed: True if it is in the tables; other names should not occur in programs.
+        old: The old name, with its module.
+        new: The current location. None if the name is gone.
+        reason: Why the name is gone, and what to use instead.
+        module: The module to import for the name.
+        is_listed: True if the name is in the tables. Other names should not occur in programs.
     """
 
     old: str
@@ -533,7 +538,7 @@ class NewPlace:
 
     @property
     def is_trainer_of_ray(self) -> bool:
-        """True for a trainer, or a part of one, that needs Ray's own configs."""
+        """True for a trainer, or a part of a trainer, that needs Ray's own configs."""
         return self.reason == _ELSEWHERE
 
 
@@ -541,7 +546,7 @@ class Paths:
     """The table as it applies to one program.
 
     Args:
-        ray_train: True if `ray.train` and `ray.air` mean the old library, and not current Ray.
+        ray_train: True if `ray.train` and `ray.air` mean the old library, not current Ray.
         beside_sgd: True if the program uses `ray.util.sgd` or another name that Ray no longer has.
         keeps_ray_train: True if `ray.train` and `ray.air` mean current Ray only.
     """
@@ -554,9 +559,9 @@ class Paths:
         self._packages = {package for module, _ in self.modules() for package in _packages_of(module)}
 
     def find(self, old: str) -> NewPlace | None:
-        """Return the new place of a dotted name, or None if it is not a name of the old library.
+        """Return the new location of a dotted name, or None if it is not a name of the old library.
 
-        An attribute of a class is found through the class.
+        Attributes of a class are resolved through the class.
         """
         if old in self._modules:
             return NewPlace(old, self._modules[old][0], module=self._modules[old][0])
@@ -571,21 +576,21 @@ class Paths:
         return None
 
     def today(self, name: str) -> str:
-        """Return the current name for a dotted name, which is the same if it has not moved or is gone."""
+        """Return the current name for a dotted name. It is the same if the name has not moved or is gone."""
         place = self.find(name)
         return (place and place.new) or name
 
     def is_of_ray(self, module: str) -> bool:
-        """Return True if Ray must have a module, because it is neither part of the old library nor ambiguous."""
+        """Return True if the module can only be Ray's, because it is neither part of the old library nor ambiguous."""
         means_two = _means_two(module) and not self._keeps_ray_train
         return self.find(module) is None and not self.is_package(module) and not means_two
 
     def is_package(self, old: str) -> bool:
-        """Return True if the old library has names below this one."""
+        """Return True if the old library has names inside this package."""
         return old in self._packages
 
     def modules(self) -> Iterator[tuple[str, str]]:
-        """Yield all old modules, each with its current place."""
+        """Yield all old modules, each with its current location."""
         for old, (new, _) in self._modules.items():
             yield old, new
             part = old.removeprefix("ray.util.sgd")
@@ -607,7 +612,10 @@ class Paths:
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _inside(self, old: str, module: str) -> NewPlace | None:
-        """Return the place of a name that a listed module lacks: it may be a listed one, from a submodule."""
+        """Return the location of a name that a listed module lacks.
+
+        It may be a listed name, reached through a submodule.
+        """
         new, names = self._modules[module]
         inside = old.removeprefix(f"{module}.")
         for known, rest in _cuts(inside):
@@ -621,7 +629,7 @@ class Paths:
 
 
 def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
-    """Describe the names that a module has, for one that is missing: similar names, or else the first ones."""
+    """List some names of a module for an error about a missing name: similar names, or else the first names."""
     some = get_close_matches(missing.rpartition(".")[2], names, cutoff=0.5) or names[:_NUM_NAMES]
     if not some:
         return f"`{new}` has none of its names, and raysgd has no internals of the old library"
@@ -631,12 +639,12 @@ def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
 
 
 def _means_two(name: str) -> bool:
-    """Return True if a name has another meaning in the old library than in current Ray."""
+    """Return True if a name has different meanings in the old library and in current Ray."""
     return name.startswith(("ray.train", "ray.air", "ray.ml"))
 
 
 def table(group: Group) -> list[tuple[str, str, str]]:
-    """Return the current place and the names of each old module of a group."""
+    """Return the current location and the names of each old module of a group."""
     return [(old, new, names) for old, (new, names) in _GROUPS[group].items()]
 
 
@@ -646,12 +654,12 @@ def gone() -> dict[str, str]:
 
 
 def renamed() -> dict[str, str]:
-    """Return the names that were renamed."""
+    """Return the renamed names, each with its current name."""
     return {**_RENAMED, **_RENAMED_TRAIN}
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """Yield each prefix of a dotted name with the rest of it, the longest prefix first."""
+    """Yield each prefix of a dotted name and the remainder, longest prefix first."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         yield ".".join(parts[:end]), "".join(f".{part}" for part in parts[end:])

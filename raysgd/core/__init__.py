@@ -1,1 +1,1 @@
-"""What every trainer stands on: the engine, how workers are connected, and helpers that know no framework."""
+"""The base of every trainer: the engine, the connections between workers, and framework-independent helpers."""

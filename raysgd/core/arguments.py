@@ -1,4 +1,4 @@
-"""Checks of trainers' arguments, which refuse mistakes before anything starts, and the arguments of examples."""
+"""Checks of trainers' arguments, which reject mistakes before anything starts. Also parses the examples' arguments."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ logger = logging.getLogger(__name__)
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 MAX_WORKERS = 10_000
-"""More than any cluster has. A larger number is a mistake, such as a batch size in the wrong place."""
+"""More than any cluster has. A larger number is a mistake, such as a batch size passed as the number of workers."""
 
 MIN_HEARTBEAT_S = 0.1
-"""A live process may be silent for as long, for example while it collects garbage."""
+"""A live process may be silent for this long, for example during garbage collection."""
 
 _MAX_SECONDS = 10**9
-"""About 30 years. Clocks and timeouts of operating systems cannot count much further."""
+"""About 30 years. The clocks and timeouts of operating systems cannot represent much more."""
 
-_PART_OF_NODE = 0.001  # each node has one `accelerator_type:...`, which all its workers share
+_PART_OF_NODE = 0.001  # each node has one `accelerator_type:...` resource, which all its workers share
 
 
 def is_integer(value: Any) -> bool:
-    """Return True for an integer, including those of NumPy, which search algorithms return."""
+    """Return True for an integer, including NumPy integers, which search algorithms return."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_count(name: str, value: Any, hint: str) -> int:
-    """Return a positive integer as a Python `int`. Refuse anything else."""
+    """Return a positive integer as a Python `int`. Raise an error for any other value."""
     if not is_integer(value) or value <= 0:
         raise InvalidCountError(f"`{name}={value!r}`: need an integer of at least 1. {hint}")
     return int(value)
 
 
 def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
-    """Return a number of workers as a Python `int`. Refuse anything else."""
+    """Return a number of workers as a Python `int`. Raise an error for any other value."""
     if not is_integer(value) or not least <= value <= MAX_WORKERS:
         raise InvalidCountError(f"`{name}={value!r}`: need an integer from {least} to {MAX_WORKERS}. {hint}")
     return int(value)
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite number, including those of NumPy."""
+    """Return True for a finite number, including NumPy numbers."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bool = True) -> float:
-    """Return a duration in seconds. Refuse anything else."""
+    """Return a duration in seconds. Raise an error for any other value."""
     is_long_enough = is_number(value) and (value >= least if may_be_least else value > least)
     if not is_long_enough or value > _MAX_SECONDS:
         limit = f"{least:g} or more" if may_be_least else f"more than {least:g}"
@@ -70,7 +70,7 @@ def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bo
 
 
 def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
-    """Refuse anything but a duration, "auto", and None, which means `none_means`."""
+    """Raise an error unless the value is a duration, "auto" or None. `none_means` says what None means."""
     if isinstance(value, str) and value != "auto":
         raise ValueError(
             f'`{name}={value!r}`: allowed are "auto", a number of seconds, and None for {none_means}.'
@@ -81,33 +81,33 @@ def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
 
 
 def check_seed(value: Any) -> None:
-    """Refuse anything but a seed for random numbers."""
+    """Raise an error unless the value is a valid random seed."""
     if not is_integer(value) or not 0 <= value < 2**31:
         raise ValueError(f"`seed={value!r}`: need an integer from 0 to {2**31 - 1}, or None.")
 
 
 def check_amount(name: str, value: Any) -> None:
-    """Refuse anything but an amount of a resource."""
+    """Raise an error unless the value is an amount of a resource."""
     if not is_number(value) or value < 0:
         raise ValueError(f"`{name}={value!r}`: need a number, 0 or more, and not infinite.")
 
 
 def refuse_text(**switches: Any) -> None:
-    """Refuse text in place of True or False, because even "no" would count as true. Accept all other values."""
+    """Raise an error for a string in place of True or False, because even "no" is truthy. Accept all other values."""
     for name, value in switches.items():
         if isinstance(value, str | bytes):
             raise ValueError(f"`{name}={value!r}`: need True or False; any string would count as True.")
 
 
 def check_switch(name: str, value: Any, *others: Any) -> None:
-    """Refuse anything but True, False, and `others`."""
+    """Raise an error unless the value is True, False or one of `others`."""
     if not isinstance(value, bool) and value not in others:
         allowed = ", ".join(['"auto"' if other == "auto" else repr(other) for other in others] + ["True and False"])
         raise ValueError(f"`{name}={value!r}`: allowed are {allowed}.")
 
 
 def check_kind(name: str, value: Any, kind: type[Any]) -> None:
-    """Refuse anything but an object of this class of the library."""
+    """Raise an error unless the value is an instance of `kind`, a class of the library."""
     if not isinstance(value, kind):
         raise TypeError(f"`{name}={value!r}`: need a `raysgd.{kind.__name__}`.")
 
@@ -120,7 +120,7 @@ _MADE_FROM = {
     "transformers.Trainer": "A subclass of `raysgd.operators.HuggingFaceOperator` returns its model and its data.",
     "torch.Module": "Create the model in the `setup` of one.",
 }
-"""How to get from another class to an operator, by package and name of that class."""
+"""How to get from another class to an operator, keyed by the other class's package and name."""
 
 _MEANT = {
     **dict.fromkeys(("training_step", "train_step"), "train_batch"),
@@ -128,19 +128,20 @@ _MEANT = {
     **dict.fromkeys(("validation_epoch", "validate_epoch", "val_epoch"), "validate"),
     "predict_step": "predict_batch",
 }
-"""Names of operator methods in other libraries, and ours."""
+"""Names of operator methods in other libraries, mapped to raysgd's names."""
 
 
 def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None:
-    """Refuse anything but an operator class that workers can instantiate, and warn of misspelled methods.
+    """Raise an error unless the value is an operator class that workers can instantiate. Warn about misspelled methods.
 
     Args:
         operator_cls: The argument.
         base: The required base class.
-        shown: The name of the base class for users.
+        shown: The base class's name for users.
 
     Raises:
-        TypeError: It is something else, or its `__init__` does not take what the library passes.
+        TypeError: The value is not an operator class, or its `__init__` does not accept the arguments that workers
+            pass.
     """
     if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
         is_object = isinstance(operator_cls, base)
@@ -167,27 +168,33 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
             near = [_MEANT[method]] if method in _MEANT else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
             loops = {"train_batch": "train_epoch", "validate_batch": "validate"}
             if not near or own & {near[0], loops.get(near[0], "")}:
-                continue  # the user's own methods may call it
+                continue  # one of the user's methods may call it
             advice = f"did you mean `{near[0]}`?"
         logger.warning("the library never calls `%s.%s`: %s", name, method, advice)
 
 
 def _own_methods(operator_cls: type[Any], base: type[Any]) -> list[str]:
-    """Return the names of methods that the user's classes have and the base class lacks."""
+    """Return the names of public methods that the user's classes define and the base class lacks."""
     own = [each for each in operator_cls.__mro__ if not each.__module__.startswith(("raysgd.", "builtins"))]
     names = dict.fromkeys(name for each in own for name, value in vars(each).items() if inspect.isroutine(value))
     return [name for name in names if not name.startswith("_") and not hasattr(base, name)]
 
 
 def check_config(config: Any) -> dict[str, Any]:
-    """Return a copy of a config, of the same class; empty for None. Refuse anything but a dict."""
+    """Return a copy of a config, of the same class, or an empty dict for None.
+
+    Raise an error for anything but a dict.
+    """
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` or the creator functions get.")
     return {} if config is None else with_entries(config)
 
 
 def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a copy of a config with changed entries, of the same class: a `DictConfig` keeps its attributes."""
+    """Return a copy of a config, of the same class, with changed entries.
+
+    A copied `DictConfig` keeps its attributes.
+    """
     copied: Any = copy.copy(config) if isinstance(config, MutableMapping) else dict(config)
     for name, value in (changes or {}).items():
         copied[name] = value
@@ -196,12 +203,12 @@ def with_entries(config: Mapping[str, Any], changes: Mapping[str, Any] | None = 
 
 
 def _bases_of(kind: type[Any]) -> list[str]:
-    """Return a class and its base classes, each as package and name, such as `torch.Module`."""
+    """Return the package and name of a class and of each base class, such as `torch.Module`."""
     return [f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in kind.__mro__]
 
 
 def check_hook(hook: Any) -> None:
-    """Refuse an `initialization_hook` that cannot be called without arguments."""
+    """Raise an error for an `initialization_hook` that cannot be called without arguments."""
     if hook is None:
         return
     if not callable(hook):
@@ -213,7 +220,7 @@ def check_hook(hook: Any) -> None:
 
 
 def takes(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Return True if a function can be called with these arguments. Also True for a built-in without a signature."""
+    """Return True if a function accepts these arguments, or if it is a built-in without a signature."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
@@ -224,19 +231,19 @@ def takes(function: Callable[..., Any], *arguments: Any) -> bool:
 
 
 _NO_FUNCTIONS = ("torch.Module", "keras.Layer", "tf_keras.Layer")
-"""Classes whose objects can be called but do not create objects, by package and name."""
+"""Classes whose instances are callable but are not functions that create objects, by package and name."""
 
 
 def check_creator(name: str, creator: Any, *parameters: str) -> None:
-    """Refuse an object in place of a function that makes one in each worker.
+    """Raise an error for an object in place of a function that creates the object in each worker.
 
     Args:
         name: Name of the argument.
-        creator: Its value.
-        parameters: The parameters with which workers call it.
+        creator: The argument's value.
+        parameters: The parameters that workers pass to the function.
 
     Raises:
-        ValueError: It is not a function with these parameters.
+        ValueError: `creator` is not a function with these parameters.
     """
     is_class = isinstance(creator, type)
     kind = creator if is_class else type(creator)
@@ -257,7 +264,7 @@ def check_creator(name: str, creator: Any, *parameters: str) -> None:
 
 
 def check_num_steps(num_steps: Any) -> int | None:
-    """Return None, or a count as a Python `int`. Refuse anything else."""
+    """Return None or a count as a Python `int`. Raise an error for any other value."""
     if num_steps is None:
         return None
     if not is_integer(num_steps) or num_steps < 0:
@@ -268,20 +275,22 @@ def check_num_steps(num_steps: Any) -> int | None:
 
 
 def check_info(info: Any) -> dict[str, Any]:
-    """Return a copy of a dict; empty for None. Refuse anything else."""
+    """Return a copy of a dict, or an empty dict for None. Raise an error for any other value."""
     if info is not None and not isinstance(info, Mapping):
         raise TypeError(f"`info={info!r}`: need a dict; the operator gets its entries with each batch.")
     return dict(info or {})
 
 
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
-    """Refuse unknown keywords, and say where they belong or what was probably meant.
+    """Raise an error for the first unknown keyword.
+
+    The message says where the keyword belongs or what was probably meant.
 
     Args:
         trainer: Name of the class that was called.
-        unknown: The keywords.
-        known: Keywords that the class takes.
-        **objects: Keywords of the class that take objects with more options, and the classes of these objects.
+        unknown: The unknown keywords.
+        known: Keywords that the class accepts.
+        **objects: Keywords of the class that take an options object, with the class of that object.
     """
     place = trainer if "training_operator_cls" in known else FUNCTION
     for name in unknown:
@@ -295,12 +304,12 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
 
 
 def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callable[[MethodT], MethodT]:
-    """Make a method refuse unknown arguments with the line to write, which helps more than Python's error.
+    """Make a method answer unknown arguments with the line to write, which helps more than Python's error message.
 
     Args:
-        line: The line, as the end of a sentence.
-        unnamed: Logged once if the first argument is passed without its name. `%(given)s` stands for its value.
-        shown: Name of the method for users, if it differs.
+        line: The line to write, as the end of a sentence.
+        unnamed: Logged once if the first argument is passed by position. `%(given)s` stands for its value.
+        shown: The method's name for users, if it differs.
     """
 
     def decorate(method: MethodT) -> MethodT:
@@ -327,7 +336,7 @@ def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callabl
 
 
 def _line_for(owner: Any, unknown: Sequence[str]) -> str | None:
-    """Return what to write instead of the first unknown keyword of a method; None if it is not known from a library."""
+    """Return what to write instead of a method's first unknown keyword, or None if the keyword is not recognized."""
     places = [each for each in type(owner).__mro__ if each.__name__ in PLACES]
     if not unknown or not places:
         return None
@@ -338,7 +347,7 @@ def _line_for(owner: Any, unknown: Sequence[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a guess at what was meant, to append to a sentence; empty if nothing is close.
+    """Return a suggestion to append to a sentence, or an empty string if no known name is close.
 
     >>> did_you_mean("val_los", ["val_loss", "epoch"])
     ' Did you mean `val_loss`?'
@@ -348,17 +357,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def check_max_retries(max_retries: Any) -> None:
-    """Refuse anything but a count, 0 or more."""
+    """Raise an error unless the value is an integer of at least 0."""
     if not is_integer(max_retries) or max_retries < 0:
         raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
 
 
 def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
-    """Warn of options that act inside an epoch if an epoch can only be repeated from its beginning.
+    """Warn about options that have no effect because an epoch cannot be resumed in the middle.
 
     Args:
-        obstacle: Why it cannot continue inside; None if it can.
-        **options: The options; None for those that were not set.
+        obstacle: Why the epoch cannot be resumed in the middle. None if it can.
+        **options: The options. None for options that were not set.
     """
     given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
     if obstacle is not None and given:
@@ -371,13 +380,13 @@ def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
 
 
 def accelerator(kind: Any) -> dict[str, float]:
-    """Return the amount of a kind of GPU, by Ray's name for it, that a worker requests from its node; empty for None.
+    """Return the resource request that places a worker on a node with this GPU type. Return an empty dict for None.
 
     >>> accelerator("A100"), accelerator(None)
     ({'accelerator_type:A100': 0.001}, {})
 
     Raises:
-        TypeError: It is not a name.
+        TypeError: `kind` is not a name.
     """
     if kind is None:
         return {}
@@ -387,10 +396,10 @@ def accelerator(kind: Any) -> dict[str, float]:
 
 
 def check_runtime_env(name: str, value: Any) -> None:
-    """Refuse anything but a dict for a Ray runtime environment, or None.
+    """Raise an error unless the value is a Ray runtime environment as a dict, or None.
 
     Raises:
-        TypeError: It has another type.
+        TypeError: `value` has another type.
     """
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(
@@ -400,7 +409,7 @@ def check_runtime_env(name: str, value: Any) -> None:
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    """Return the arguments `num_workers`, `use_gpu` and `smoke_test`. Connect to Ray if there is an `--address`."""
+    """Parse the command-line arguments `num_workers`, `use_gpu` and `smoke_test`. With `--address`, connect to Ray."""
     import argparse
 
     formatter = argparse.RawDescriptionHelpFormatter

@@ -1,8 +1,8 @@
-"""Keys of an operator's config that raysgd itself reads."""
+"""The keys of an operator's config that raysgd reads."""
 
 from __future__ import annotations
 
 BATCH_SIZE = "*batch_size"
-"""The batch size of all workers together. The asterisk keeps it apart from keys of users."""
+"""Key of the batch size of all workers together. The asterisk distinguishes it from user keys."""
 PLAIN_BATCH_SIZE = "batch_size"
-"""The batch size of one worker, an alternative to `BATCH_SIZE`."""
+"""Key of the batch size of one worker, an alternative to `BATCH_SIZE`."""

@@ -1,9 +1,9 @@
-"""Files on this machine: written completely or not at all, and checks of paths that must be on a disk.
+"""Atomic writes of local files, and checks that paths are on a disk.
 
-A write goes to a temporary file next to the target, which gets the target's name when all of it is on the disk. If a
-process is killed in the middle, the earlier file stays, and a file `.raysgd-*.tmp` is left over. The next write into
-the folder deletes such a leftover: at once if its process ran on this machine, which its name says, otherwise when it
-is old. Without that, a training that is preempted often would fill the disk.
+A write goes to a temporary file next to the target, which is renamed to the target once it is completely on disk. If a
+process is killed in the middle, the earlier file stays intact and a file `.raysgd-*.tmp` is left over. The next write
+into the folder deletes this leftover: immediately if its name shows that its process ran on this machine and has ended,
+otherwise when it is old. Without this cleanup, frequently preempted training runs would fill the disk.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from raysgd.core.text.secrets import masked
 
 _PREFIX, _SUFFIX = ".raysgd-", ".tmp"
 _OF_PROCESS = re.compile(rf"{re.escape(_PREFIX)}([0-9a-f]{{16}})-([0-9]+)-[0-9a-f]+{re.escape(_SUFFIX)}")
-_LEFTOVER_S = 3600.0  # without any change: a living writer writes more often
+_LEFTOVER_S = 3600.0  # seconds without any change; a live writer writes more often
 _INSTEAD = "Mount the storage, or copy the files to and from it yourself."
 
 
 @contextlib.contextmanager
 def replacing(target: str) -> Iterator[IO[bytes]]:
-    """Open a new file that becomes `target` if the block ends without an error, and is deleted otherwise.
+    """Open a temporary file that replaces `target` if the block succeeds, and is deleted otherwise.
 
-    The folder is made if necessary.
+    The folder is created if necessary.
     """
     folder = os.path.dirname(target) or os.curdir
     os.makedirs(folder, exist_ok=True)
@@ -61,7 +61,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
     except BaseException as error:
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # such as a full disk
             error.filename = target
-        with contextlib.suppress(OSError):  # `close` tries to write the rest once more
+        with contextlib.suppress(OSError):  # `close` tries to write the remaining data again
             file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -71,7 +71,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
 
 @functools.cache
 def _home_of_processes() -> str:
-    """Return an ID of this machine and container, in which a process ID is unique; "" if unknown."""
+    """Return an id of this machine and container, within which process ids are unique. Return "" if unknown."""
     try:
         boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
     except OSError:  # not Linux
@@ -80,7 +80,7 @@ def _home_of_processes() -> str:
 
 
 def _is_of_dead_process(name: str) -> bool:
-    """Return True if this is a temporary file of a process of this machine that has ended, by its name."""
+    """Return True if the name of a temporary file shows that its process ran on this machine and has ended."""
     found = _OF_PROCESS.fullmatch(name)
     if found is None or found[1] != _home_of_processes():
         return False
@@ -94,7 +94,7 @@ def _is_of_dead_process(name: str) -> bool:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Delete temporary files of killed writers in this folder, if they can be recognized and deleted."""
+    """Delete temporary files of killed writers in a folder, as far as they can be recognized and deleted."""
     old = time.time() - _LEFTOVER_S
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -109,7 +109,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 def _last_change(entry: os.DirEntry[str]) -> float:
-    """Return the time of the last change; for a folder, also of anything directly in it."""
+    """Return the time of the last change. For a folder, include the entries directly inside it."""
     times = [entry.stat(follow_symlinks=False).st_mtime]
     if entry.is_dir(follow_symlinks=False):
         with os.scandir(entry) as inner:
@@ -118,7 +118,7 @@ def _last_change(entry: os.DirEntry[str]) -> float:
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:
-    """Flush a file, or the names in a folder, to the disk. Some file systems cannot, and need not, flush a folder."""
+    """Flush a file, or a folder's list of names, to disk. Ignore that some file systems cannot flush a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,20 +130,20 @@ def flush_to_disk(path: str | os.PathLike[str]) -> None:
 
 
 SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")
-"""The beginning of a URI, possibly with only one slash: `pathlib` turns two into one."""
+"""The start of a URI, possibly with only one slash, because `pathlib` collapses two slashes into one."""
 
 
 def checked_text(name: str, path: Any, what: str = "a path") -> str:
-    """Return a path as text.
+    """Return a path as a string.
 
     Args:
         name: Name of the argument.
-        path: Its value.
-        what: What it should be, for the error.
+        path: The argument's value.
+        what: Description of the expected value, for the error.
 
     Raises:
-        TypeError: It is neither text nor a path.
-        ValueError: It is empty, or contains a null character.
+        TypeError: `path` is neither a string nor a path.
+        ValueError: `path` is empty or contains a null character.
     """
     if not isinstance(path, str) and not (isinstance(path, os.PathLike) and isinstance(os.fspath(path), str)):
         raise TypeError(f"`{name}={path!r}`: need {what}, as a `str` or a `pathlib.Path`.")
@@ -154,25 +154,25 @@ def checked_text(name: str, path: Any, what: str = "a path") -> str:
 
 
 def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
-    """Refuse anything but the path of a file or folder on this machine.
+    """Raise an error unless the value is the path of a file or folder on this machine.
 
     Args:
         name: Name of the argument.
-        path: Its value.
+        path: The argument's value.
         instead: What to do instead of passing a URI, for the error.
 
     Raises:
-        TypeError: It is neither text nor a path.
-        ValueError: It is empty, contains a null character, or is a URI.
+        TypeError: `path` is neither a string nor a path.
+        ValueError: `path` is empty, contains a null character, or is a URI.
     """
     check_local(name, checked_text(name, path), instead)
 
 
 def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
-    """Refuse a URI. Does not check anything else.
+    """Raise an error for a URI. Nothing else is checked.
 
     Raises:
-        ValueError: It is a URI.
+        ValueError: `path` is a URI.
 
     >>> check_local("logdir", "/mnt/results")
     >>> check_local("logdir", "s3://bucket/results")
@@ -186,10 +186,10 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuse what could be read forever: a device, a pipe, a socket. The file may be missing.
+    """Raise an error for a device, a pipe or a socket, because reading it may never end. The file may be missing.
 
     Raises:
-        OSError: It is a device, a pipe or a socket.
+        OSError: `path` is a device, a pipe or a socket.
     """
     place = Path(path)
     if place.exists() and not (place.is_file() or place.is_dir()):
@@ -197,10 +197,10 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def make_folder(name: str, path: str | os.PathLike[str]) -> None:
-    """Make a folder if it does not exist. Refuse one without permission to write.
+    """Create a folder if it does not exist, and check that it is writable.
 
     Raises:
-        ValueError: It cannot be made, or not be written to.
+        ValueError: The folder cannot be created or is not writable.
     """
     folder = Path(path).expanduser()
     try:

@@ -1,7 +1,7 @@
-"""Imports that are late, optional, or by name. Only this module says what to install.
+"""Late imports, optional imports, and imports by name. Only this module tells users what to install.
 
-A module that needs an optional package calls `require` in the function that uses it. Nothing else looks for packages,
-so every user gets the same message, and a broken package is never mistaken for a missing one.
+A module that needs an optional package calls `require` in the function that uses the package. No other code looks for
+packages, so every user gets the same message, and a broken package is never mistaken for a missing package.
 
 ADR 8 explains why Ray and the frameworks are imported late.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 
 def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
-    """Import an optional dependency, or say how to install it.
+    """Import an optional dependency, or raise an error that says how to install it.
 
     >>> require("json", extra="data").loads("[1, 2]")
     [1, 2]
@@ -29,14 +29,14 @@ def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
     Args:
         module: Absolute dotted name of the module to import, for example `"mlflow.tracking"`.
         extra: The extra of this distribution that installs the package.
-        purpose: What needs it, as the subject of a sentence, for example `` "`MLflowLogger`" ``. Default:
+        purpose: What needs the module, as the subject of a sentence, for example `` "`MLflowLogger`" ``. Default:
             `"this feature"`.
 
     Returns:
-        The imported module; for a dotted name, the innermost one.
+        The imported module. For a dotted name, the innermost module.
 
     Raises:
-        ModuleNotFoundError: The package is missing. This is an `ImportError`.
+        ModuleNotFoundError: The package is missing. A subclass of `ImportError`.
         ImportError: The package exists but its import fails. The original error is chained.
     """
     who = purpose or "this feature"
@@ -50,7 +50,9 @@ def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
 
 
 def require_installed(module: str, extra: str, purpose: str) -> None:
-    """Say how to install an optional dependency if it is missing. Do not import it, which may take seconds.
+    """Raise an error that says how to install an optional dependency if it is missing.
+
+    Do not import it, which may take seconds.
 
     >>> require_installed("json", extra="data", purpose="this example")
 
@@ -62,7 +64,10 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
 
 
 def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
-    """Return the missing package: that of the module, or one that it needs. None if the import failed otherwise."""
+    """Return the name of the missing package: the module's, or one that it needs.
+
+    None if the import failed otherwise.
+    """
     while error is not None:
         name = error.name if isinstance(error, ModuleNotFoundError) else None
         if name and (name == _package_of(module) or _named(name, extra)):
@@ -76,10 +81,10 @@ def _package_of(module: str) -> str:
 
 
 def install_command(extra: str, *options: str, package: str = "") -> str:
-    """Return the command that installs the packages of an extra, or only one of them.
+    """Return the command that installs the packages of an extra, or only one package of the extra.
 
-    It names these packages, so it works wherever raysgd came from. For sources that are not installed, it names the
-    folder.
+    The command names the packages, so it works no matter how raysgd was installed. If raysgd is not installed, the
+    command names the source folder.
     """
     folder = f"{Path(__file__).resolve().parents[2]}[{extra}]"
     wanted = _named(package, extra) or _requirements("raysgd", extra) or [folder]
@@ -87,7 +92,7 @@ def install_command(extra: str, *options: str, package: str = "") -> str:
 
 
 def _named(package: str, extra: str) -> list[str]:
-    """Return the requirement of an extra for this package, directly or through the extra of another package."""
+    """Return an extra's requirement for a package, declared directly or through another package's extra."""
     own = _requirements("raysgd", extra)
     extras = [re.match(r"([\w-]+)\[(\w+)\]", each) for each in own]
     all_of_it = [*own, *(each for other in extras if other for each in _requirements(other[1], other[2]))]
@@ -96,7 +101,7 @@ def _named(package: str, extra: str) -> list[str]:
 
 
 def _requirements(distribution: str, extra: str) -> list[str]:
-    """Return the requirements of an extra of an installed package; empty if the package is not installed."""
+    """Return the requirements of an installed package's extra, or an empty list if the package is not installed."""
     from importlib import metadata
 
     try:
@@ -126,17 +131,17 @@ def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
 
 
 def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | None = None) -> Callable[[str], Any]:
-    """Give a package a `__getattr__` that imports its names and public modules when they are first used.
+    """Add a `__getattr__` to a package that imports its names and public modules on first use.
 
-    It also gets a `__dir__` with its public names. Type checkers see neither, so they find misspelled names.
+    This also adds a `__dir__` that lists the public names. Type checkers see neither, so they find misspelled names.
 
     Args:
-        package: Its `__name__`.
-        modules: For each name, the module that defines it; `module:name` if the name differs there.
-        shown: Modules of the package that `dir` lists. Default: all without an underscore.
+        package: The package's `__name__`.
+        modules: For each name, the module that defines it, or `module:name` if the name differs in that module.
+        shown: Modules of the package that `dir` lists. Default: all modules without a leading underscore.
 
     Returns:
-        The `__getattr__`.
+        The `__getattr__` function.
     """
     namespace = vars(sys.modules[package])
 
@@ -161,10 +166,10 @@ def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | 
 
 
 def pickle_modules_by_name() -> None:
-    """Let pickle handle modules of special classes by their names, like other modules.
+    """Let pickle store modules of special classes by name, like ordinary modules.
 
-    A function or class of a script is pickled with all modules that it may use. If it uses `torch.distributed` and also
-    has `self.config`, cloudpickle takes that for a use of the module `torch.distributed.config`.
+    A script's function or class is pickled with all modules that it may use. If it uses `torch.distributed` and also
+    has `self.config`, cloudpickle assumes that it uses the module `torch.distributed.config`.
     """
     own = {type(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)} - {ModuleType}
     for kind in own - copyreg.dispatch_table.keys():

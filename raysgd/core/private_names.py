@@ -1,10 +1,10 @@
-"""The private names of other projects that raysgd uses, in one table, and two ways to look one up.
+"""The private names of other projects that raysgd uses, in one table, and two functions to look up a name.
 
-A new version of a project may remove any of them. So for each name there is a public alternative, a simpler way, or an
-error that names the version. `find_name` returns None if a name is gone; `require_names` raises. Documented names are
-not listed, even if they look private, such as `sys._current_frames`, `os._exit`, and `_fields` of a named tuple.
-`raysgd doctor` lists the names that the installed versions lack. `tests/core/test_private_names.py` checks that the
-table is complete, and takes away each name that raysgd reads.
+A new version of a project may remove any of these names. So each name has a public alternative, a simpler fallback, or
+an error that names the version to install. `find_name` returns None if a name is gone; `require_names` raises an error.
+Documented names are not listed, even if they look private, such as `sys._current_frames`, `os._exit`, and `_fields` of
+a named tuple. `raysgd doctor` lists the names that the installed versions lack. `tests/core/test_private_names.py`
+checks that the table is complete, and removes each name in turn to test what happens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PrivateNames:
-    """Private names that are used for one purpose.
+    """Private names of one object that are used for one purpose.
 
     Attributes:
-        owner: The module that has them, or `module:object`.
+        owner: The module or `module:object` that has the names.
         names: The names.
-        used_in: Modules of `raysgd` that use them.
-        without: What happens if one of them is gone.
+        used_in: Modules of `raysgd` that use the names.
+        without: What happens if a name is gone.
     """
 
     owner: str
@@ -38,7 +38,7 @@ class PrivateNames:
 
     @property
     def package(self) -> str:
-        """The package of the names."""
+        """The package that has the names."""
         return re.split("[.:]", self.owner)[0]
 
 
@@ -53,7 +53,7 @@ TESTED = {
     "torchmetrics": "1.9.0",
     "transformers": "5.23.0",
 }
-"""The versions with which the tests run, as in `constraints-dev.txt`."""
+"""The versions used in tests, as in `constraints-dev.txt`."""
 
 _RAISES = "an error names the version"
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
@@ -339,7 +339,7 @@ TABLE = (
 
 
 def find_name(path: str) -> Any:
-    """Return the object with a name; None if there is none.
+    """Import and return an object, or None if it does not exist.
 
     >>> find_name("os:path.sep"), find_name("os:path._gone.deeper"), find_name("gone:name")
     ('/', None, None)
@@ -358,14 +358,14 @@ def find_name(path: str) -> Any:
 
 
 def require_names(owner: Any, *names: str) -> None:
-    """Refuse an object of another project that lacks a name without which results would be wrong.
+    """Raise an error if an object of another project lacks a name without which results would be wrong.
 
     Args:
-        owner: The object, a class or a module.
-        names: Names that it must have.
+        owner: An object, class or module.
+        names: Names that `owner` must have.
 
     Raises:
-        ImportError: It lacks one. The message says which version has it.
+        ImportError: A name is missing. The message says which version has it.
     """
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
@@ -380,9 +380,9 @@ def require_names(owner: Any, *names: str) -> None:
 
 
 def missing_names(row: PrivateNames) -> list[str]:
-    """Return which of these names the installed package lacks; empty if the package is not installed.
+    """Return the names that the installed package lacks, or an empty list if the package is not installed.
 
-    Imports nothing: the source of modules that are not loaded is searched instead.
+    This imports nothing. It searches the source code of modules that are not loaded.
     """
     package, *parts = row.owner.partition(":")[0].split(".")
     spec = util.find_spec(package)

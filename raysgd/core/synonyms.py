@@ -46,7 +46,8 @@ _Row = tuple[str, ...]
 # `TFTrainer` gets the first; without the third, functions get `_IN_FUNCTION`.
 _TRAINERS: tuple[_Row, ...] = (
     ("epochs max_epochs num_epochs n_epochs num_train_epochs", _EPOCHS),
-    ("max_steps limit_train_batches steps_per_epoch", _STEPS),
+    ("max_steps", "`trainer.fit(max_steps=1000)` ends at that step", _STEPS),
+    ("limit_train_batches steps_per_epoch", _STEPS),
     ("max_time", "`trainer.fit(5, max_time=3600)` ends it in time, and saves"),
     ("fast_dev_run", "`trainer.train(num_steps=1)` tries one batch"),
     (
@@ -201,7 +202,7 @@ _TRAINERS: tuple[_Row, ...] = (
     ("logger report_to", 'pass `callbacks=[TensorBoardLogger("logs")]` to `trainer.fit`'),
     (
         "eval_steps val_check_interval",
-        "call `trainer.train(num_steps=500)` and `trainer.validate()` in a loop",
+        "pass it to `trainer.fit(5, validate_every_n_steps=500)`",
         "call `trainer.train(num_steps=500)` and `trainer.validate()` in a loop",
     ),
     ("limit_val_batches num_sanity_val_steps", "`trainer.validate(num_steps=10)` validates on 10 batches"),
@@ -262,7 +263,7 @@ _OTHERS: Mapping[str, tuple[_Row, ...]] = {
         ("lr_scheduler_kwargs", "override `build_scheduler`"),
         ("warmup_steps", 'write `"num_warmup_steps"`'),
         ("warmup_ratio", 'write the number of steps as `"num_warmup_steps"`'),
-        ("max_steps", 'write `"num_training_steps"`, and call `trainer.train(num_steps=...)`'),
+        ("max_steps", 'write `"num_training_steps"`, and call `trainer.fit(max_steps=...)`'),
         ("per_device_eval_batch_size", 'omit it: the `"batch_size"` is that of the validation, too'),
         ("per_device_train_batch_size", 'write `"batch_size"`; with `split_batches=True` it counts all workers'),
         ("label_smoothing_factor", "override `forward`"),

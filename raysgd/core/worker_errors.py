@@ -1,4 +1,7 @@
-"""Makes the exception that a caller gets from faults of workers. It also has the class that user code raised."""
+"""Creates the exception that callers get from worker faults.
+
+It is also an instance of the class that user code raised.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _PUBLIC_MODULE = WorkerError.__module__
 
 
 class _DescribedError(WorkerError):
-    """A `WorkerError` with faults, whose text describes them."""
+    """A `WorkerError` whose message describes its faults."""
 
     def __str__(self) -> str:
         return describe_faults(self.faults, self.aftermath)
@@ -24,7 +27,7 @@ class _DescribedError(WorkerError):
 
 
 class _DescribedFailure(TrainingFailedError):
-    """A `TrainingFailedError` whose text is that of its cause, and how to continue."""
+    """A `TrainingFailedError` whose message is its cause's message, followed by advice on how to continue."""
 
     def __str__(self) -> str:
         return f"{self.failure}\n\n{self.advice}"
@@ -34,7 +37,7 @@ class _DescribedFailure(TrainingFailedError):
 
 
 for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, TrainingFailedError)):
-    # Users see the name of the public class.
+    # Users see the public class's name.
     _described.__name__, _described.__qualname__, _described.__module__ = (
         _public.__name__,
         _public.__qualname__,
@@ -43,9 +46,10 @@ for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, 
 
 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
-    """Return the exception for `faults`: a `WorkerError` that also has the class of the first fault.
+    """Return the exception for `faults`: a `WorkerError` that is also an instance of the first fault's class.
 
-    It replaces the original. It keeps the original's cause, and its live frames if the worker is this process.
+    It replaces the original exception. It keeps the original's cause, and its live frames if the worker is this
+    process.
     """
     original = faults[0].error
     error = _as_both(original) if original is not None else _DescribedError(faults[0].message)
@@ -59,7 +63,10 @@ def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> Worker
 
 
 def _as_both(original: BaseException) -> WorkerError:
-    """Return an exception of both classes with the original's arguments and attributes; if impossible, a plain one."""
+    """Return an exception of both classes with the original's arguments and attributes.
+
+    If that fails, return a `WorkerError`.
+    """
     error = _joined(_DescribedError, original)
     assert isinstance(error, WorkerError)
     return error
@@ -69,7 +76,7 @@ def _joined(own: type[Exception], original: BaseException, also: type[Exception]
     try:
         both = _class_of_both(own, type(original), also)
         return made_from_parts(both, original.args, original.__dict__, tuple(slots_of(original)))
-    except Exception:  # the class cannot be subclassed or made this way; the original is still the cause
+    except Exception:  # the class cannot be subclassed or created this way; the original is still the cause
         return own(str(original))
 
 
@@ -78,7 +85,7 @@ def _class_of_both(
 ) -> type[BaseException]:
     if issubclass(user_class, own):  # raised in a worker that itself has workers
         return user_class
-    if not issubclass(user_class, Exception):  # `SystemExit` and the like must not end the driver
+    if not issubclass(user_class, Exception):  # `SystemExit` and similar exceptions must not end the driver
         user_class = RuntimeError
     bases = (own, user_class) if also is None or issubclass(user_class, also) else (own, user_class, also)
     return type(f"{own.__name__}({user_class.__name__})", bases, {"__module__": _PUBLIC_MODULE})
@@ -87,12 +94,12 @@ def _class_of_both(
 def training_failed_error(
     failure: Exception, advice: str = "", also: type[Exception] | None = None
 ) -> TrainingFailedError:
-    """Return the exception for a failed run: a `TrainingFailedError` that also has the class of its cause.
+    """Return the exception for a failed run: a `TrainingFailedError` that is also an instance of its cause's class.
 
     Args:
-        failure: What ended the run. If it is a `WorkerError`, the user's exception is the cause.
+        failure: The exception that ended the run. If it is a `WorkerError`, the user's exception becomes the cause.
         advice: How to continue.
-        also: Another class under which programs catch it.
+        also: Another exception class that programs may catch it as.
     """
     original = failure.faults[0].error if isinstance(failure, WorkerError) and failure.faults else None
     cause = failure if original is None else original
@@ -104,7 +111,7 @@ def training_failed_error(
 
 
 def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
-    """Describe the faults of one call: each distinct one once with its ranks, the user's own line first."""
+    """Describe the faults of one call: each distinct fault once with its ranks, the user's line first."""
     groups: dict[tuple[str, str, str], list[WorkerFault]] = {}
     for fault in faults:
         groups.setdefault((fault.type_name, fault.message, fault.location), []).append(fault)

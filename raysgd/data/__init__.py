@@ -1,4 +1,4 @@
-"""Data for the class-based trainers: `Dataset`, arrays and data frames, datasets of Ray Data, and streams."""
+"""Data for the class-based trainers: `Dataset`, arrays and data frames, Ray Data datasets, and streams."""
 
 from __future__ import annotations
 

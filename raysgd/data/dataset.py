@@ -1,4 +1,4 @@
-"""`Dataset`: samples from anywhere, in batches that are divided over the workers."""
+"""`Dataset`: samples from any source, in batches that are sharded across workers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ logger = logging.getLogger(__name__)
 
 
 class Dataset:
-    """Samples in batches, for `TorchTrainer.train(dataset=...)`. The workers take turns at the batches.
+    """Samples in batches, for `TorchTrainer.train(dataset=...)`. Batches are dealt to the workers round-robin.
 
-    A list or another iterable repeats without end, so pass `num_steps` to `train`: an epoch over `len(data)` samples
-    has `len(data) / (num_workers * batch_size)` steps. A call of `train` continues where the last one with the same
-    dataset stopped. After a failure it begins with the first sample.
+    A list or another iterable repeats indefinitely, so pass `num_steps` to `train`: an epoch over `len(data)` samples
+    has `len(data) / (num_workers * batch_size)` steps. A call of `train` continues where the previous call with the
+    same dataset stopped. After a failure, it starts with the first sample.
 
     Args:
         data: An iterable that can be iterated repeatedly, a function without arguments that returns an iterable, or a
             `ParallelIterator`.
-        batch_size: Samples for each worker in each step.
-        download_func: Converts an item to a pair of input and label. Without it, the items must be such pairs.
-        max_concurrency: Maximum number of its concurrent calls in a worker, in threads; 0 for no limit.
-        transform: Called with each input, in the worker.
+        batch_size: Number of samples per worker in each step.
+        download_func: Function that converts an item to a pair of input and label. Without it, the items must be pairs
+            of input and label.
+        max_concurrency: Maximum number of concurrent calls of `download_func` in a worker, in threads. 0 for no limit.
+        transform: Function to apply to each input, in the worker.
 
     Attributes:
         iter: The parallel iterator of the batches, which are lists of pairs.
@@ -64,16 +65,16 @@ class Dataset:
         self.iter = items.batch(self.batch_size)
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Divide the batches over so many shards. A trainer calls this with its number of workers."""
+        """Split the batches into `num_shards` shards. A trainer calls this with its number of workers."""
         if num_shards != self.iter.num_shards():
             logger.info("dividing a dataset over %s shards instead of %s", num_shards, self.iter.num_shards())
             self.iter = self.iter.repartition(num_shards)
 
     def get_shard(self, i: int) -> LocalIterator:
-        """Return the batches of one worker, which can be pickled.
+        """Return one worker's shard of the batches. It can be pickled.
 
         Raises:
-            AssertionError: There is no such shard.
+            AssertionError: The shard does not exist.
         """
         num_shards = self.iter.num_shards()
         assert 0 <= i < num_shards, f"`get_shard({i})`: there are {num_shards} shards; call `set_num_shards` first."

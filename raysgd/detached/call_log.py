@@ -1,6 +1,6 @@
-"""The calls of a detached trainer: they take turns, each runs once, and its answer is kept until a program has it.
+"""The calls of a detached trainer. They run one at a time and only once. Each answer is stored until a program has it.
 
-A journal keeps what the next process of the trainer needs to continue, in a file that is only appended to.
+A journal stores what the trainer's next process needs to continue, in an append-only file.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from raysgd.core.files import replacing
 from raysgd.detached.protocol import packed_answer
 
 OF_ITERATORS = ("draw", "close")
-_MOST_LEFT = 16  # unclaimed answers for ended programs; one call each, so this takes a long series of crashes
+_MOST_LEFT = 16  # unclaimed answers of ended programs; one per program, so only a long series of crashes reaches this
 
 
 @dataclass
 class LoggedCall:
-    """A call of a program.
+    """A call made by a program.
 
     Attributes:
-        token: Its id, unique over all programs.
-        method: The method of the trainer.
-        program: The program that waits for the answer; None once it has ended; empty if no other one may have it.
+        token: The call's id, unique across all programs.
+        method: The trainer's method.
+        program: Id of the program that waits for the answer. None if that program has ended and another may claim the
+            call; empty if no other program may claim it.
         words: Description of the program that made the call.
         answer: The pickled outcome.
-        began_at: Start of the call, in seconds of `time.time`; None while it waits for its turn.
-        asked: The request, for the next process of the trainer.
-        was_left: True if the program that made it has ended.
+        began_at: Start time of the call, in seconds as in `time.time`. None while the call is queued.
+        asked: The request, stored for the trainer's next process.
+        was_left: True if the program that made the call has ended.
     """
 
     token: str
@@ -55,7 +56,7 @@ class LoggedCall:
 
 
 class CallLog:
-    """Runs calls in a separate thread, one after another, and keeps their answers. Thread-safe.
+    """Runs calls one after another in a separate thread and stores their answers. Thread-safe.
 
     Args:
         note: Called with each call and its answer, before any program can get the answer.
@@ -70,7 +71,7 @@ class CallLog:
         self._interrupted: set[str] = set()
 
     def enqueue(self, call: LoggedCall, body: Callable[[], object]) -> LoggedCall:
-        """Add a call, which waits for its turn. A call that is already logged is not repeated."""
+        """Queue a call. A call that is already logged is not repeated."""
         with self._lock:
             if call.token in self._calls:
                 return self._calls[call.token]
@@ -100,12 +101,12 @@ class CallLog:
         call.answer.set_result(answer)
 
     def _end_interrupts(self) -> None:
-        """Stop raising Ctrl-C in the call. One that was sent has been raised by the end of this method."""
+        """Stop raising Ctrl-C in the call. An interrupt that was sent earlier is raised before this returns."""
         with self._lock:
             self._interruptible = None
 
     def interrupt(self, token: str) -> None:
-        """Raise `KeyboardInterrupt` in a call, now or at its turn, even if the call has not arrived yet."""
+        """Raise `KeyboardInterrupt` in a call, now or when it starts. The call may not have arrived yet."""
         with self._lock:
             self._interrupted.add(token)
             if self._interruptible is not None and self._interruptible[0] == token:
@@ -117,11 +118,11 @@ class CallLog:
         return token in self._interrupted
 
     def find(self, token: str) -> LoggedCall | None:
-        """Return a call whose answer is still kept, or None."""
+        """Return a call whose answer is still stored, or None."""
         return self._calls.get(token)
 
     def confirm(self, token: str) -> None:
-        """Forget a call whose answer has been received."""
+        """Discard a call whose answer has been received."""
         with self._lock:
             self._calls.pop(token, None)
             self._interrupted.discard(token)
@@ -132,13 +133,13 @@ class CallLog:
             return next((call for call in self._calls.values() if not call.answer.done()), None)
 
     def leave(self, program: str) -> None:
-        """Note that a program has ended. Its calls continue, and the next program can ask for them."""
+        """Record that a program has ended. Its calls continue, and the next program can claim them."""
         with self._lock:
             calls = [call for call in self._calls.values() if call.program == program]
             for call in calls:
                 call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
         for call in calls:
-            if call.program == "":  # an iterator ends with its program
+            if call.program == "":  # an iterator can't outlive its program
                 call.answer.add_done_callback(partial(self._forget, call.token))
         self._drop_oldest()
 
@@ -152,7 +153,7 @@ class CallLog:
                 del self._calls[token]
 
     def programs(self) -> set[str]:
-        """Return the programs that wait for answers."""
+        """Return the ids of the programs that wait for answers."""
         with self._lock:
             return {call.program for call in self._calls.values() if call.program}
 
@@ -162,7 +163,7 @@ class CallLog:
             return any(call.program not in (None, program) for call in self._calls.values())
 
     def take_over(self, program: str, given: Collection[str] = ()) -> LoggedCall | None:
-        """Assign the oldest call that no program waits for to this one, and return it; skip calls in `given`."""
+        """Assign the oldest call whose program has ended to `program` and return the call. Skip calls in `given`."""
         with self._lock:
             for call in self._calls.values():
                 if call.was_left and call.program in (None, program) and call.token not in given:
@@ -171,27 +172,23 @@ class CallLog:
         return None
 
     def await_all(self, timeout_s: float) -> None:
-        """Wait until all calls have an answer."""
+        """Wait until all calls have an answer, or until the timeout expires."""
         deadline = time.monotonic() + timeout_s
         while self.running() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-_MOST_WASTE = 64 * 2**20  # in bytes; above this, the file is written again without outdated entries
+_MOST_WASTE = 64 * 2**20  # in bytes; above this limit, the file is rewritten without outdated entries
 
 
 def journal_path(name: str, actor_id: str) -> Path:
-    """Return the path of a trainer's journal: in the user's cache folder, which others cannot write to."""
+    """Return the path of a trainer's journal. It is in the user's cache folder, which other users cannot write to."""
     cache = os.environ.get("RAYSGD_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/raysgd"
     return Path(cache) / "detached" / f"{name}-{actor_id}"
 
 
 class Journal:
-    """Keeps bytes by name for the next process. Thread-safe.
-
-    Args:
-        path: The file.
-    """
+    """Stores bytes by name for the trainer's next process. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -200,7 +197,7 @@ class Journal:
         self._is_ended = False
 
     def put(self, entries: Mapping[str, bytes | None]) -> None:
-        """Store these entries, all of them or none, replacing older ones with the same names; None deletes an entry."""
+        """Store all entries atomically, replacing older entries with the same names. None deletes an entry."""
         record = pickle.dumps(dict(entries))
         with self._lock:
             if self._is_ended:
@@ -220,7 +217,7 @@ class Journal:
             return found
 
     def discard(self) -> None:
-        """Delete the file. From now on nothing is stored."""
+        """Delete the file. Later entries are not stored."""
         with self._lock:
             self._is_ended = True
             self._path.unlink(missing_ok=True)
@@ -231,7 +228,7 @@ class Journal:
             file.write(record)
 
     def _found(self) -> tuple[dict[str, bytes], int]:
-        """Return the valid entries, and the end of the last complete record."""
+        """Return the valid entries and the end offset of the last complete record."""
         found: dict[str, bytes | None] = {}
         end = 0
         with self._path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
@@ -241,7 +238,7 @@ class Journal:
         return {name: value for name, value in found.items() if value is not None}, end
 
     def _write_again(self) -> None:
-        """Write a new file with only the valid entries."""
+        """Replace the file with a new file that has only the valid entries."""
         found, _ = self._found()
         with replacing(str(self._path)) as new:
             pickle.dump(found, new)

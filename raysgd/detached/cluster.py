@@ -1,4 +1,4 @@
-"""Detached trainers of a Ray cluster: named, started, found, listed, and stopped."""
+"""Name, start, find, list and stop the detached trainers of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysgd.detached.protocol import Detached, packed_arguments, unpacked_answer
 from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
-_RESTARTS = 100  # a limit, for a process that dies whenever it starts
+_RESTARTS = 100  # a limit, for a process that dies on every start
 _NO_RAY = (
     "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
     "in a shell, and this program again, which finds it. `ray stop` ends it."
@@ -35,10 +35,11 @@ class DetachedStatus:
 
     Attributes:
         name: The name to attach by.
-        trainer: The trainer in one line; "not answering" if its process does not answer.
-        running: Description of the running call; None if there is none.
+        trainer: One-line description of the trainer; "not answering" if its process does not answer.
+        running: Description of the running call; None if no call is running.
         programs: Descriptions of the attached programs.
-        ends_in_s: Seconds until the trainer ends if no one attaches; None if it does not.
+        ends_in_s: Seconds until the trainer ends unless a program attaches. None if the trainer is in use or waits
+            forever.
     """
 
     name: str
@@ -65,19 +66,19 @@ def start(
     *,
     is_lasting: bool = False,
 ) -> DetachedTrainer:
-    """Start a process with a trainer in it, and return the handle.
+    """Start a process with a trainer in it, and return the trainer's handle.
 
     Args:
         trainer_cls: The class of the trainer.
         detached: The user's `detached` argument.
-        args: Arguments of the trainer.
+        args: Positional arguments of the trainer.
         kwargs: Keyword arguments of the trainer.
-        is_lasting: True if its workers outlive the trainer's process, which is then started again after a death.
+        is_lasting: True if the workers outlive the trainer's process. Ray then restarts the process if it dies.
 
     Raises:
         ValueError: The name is invalid or in use, or an argument is wrong. Nothing was started.
         UnpicklableError: An argument cannot be pickled. Nothing was started.
-        RuntimeError: Ray would end with this program. Nothing was started.
+        RuntimeError: The Ray cluster would end with this program. Nothing was started.
     """
     settings = Detached.of(detached)
     if kwargs.get("use_local"):
@@ -89,7 +90,7 @@ def start(
     _make_room(settings)
     try:
         actor = _new_actor(settings, is_lasting)
-    except ValueError:  # from Ray, if another program has taken the name meanwhile
+    except ValueError:  # from Ray, if another program has taken the name in the meantime
         _check_free(settings.name)
         raise
     handle = DetachedTrainer(settings.name, actor)
@@ -99,7 +100,7 @@ def start(
 
 
 def _make_room(settings: Detached) -> None:
-    """Check that a name is free, or end the trainer that has it."""
+    """Check that the name is free. With `replace=True`, end the trainer that has the name."""
     if not settings.replace:
         _check_free(settings.name)
     elif (found := find(settings.name)) is not None:
@@ -107,7 +108,7 @@ def _make_room(settings: Detached) -> None:
 
 
 def _check_free(name: str) -> None:
-    """Check that a name is free."""
+    """Raise `ValueError` if a name is in use."""
     if find(name) is not None:
         raise ValueError(
             f'`detached="{name}"`: there is a trainer of this name. Go on with it by `raysgd.attach("{name}")`, or end '
@@ -125,7 +126,7 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
         "lifetime": "detached",
         "num_cpus": 0,
         "max_restarts": _RESTARTS if is_lasting else 0,
-        "max_task_retries": -1 if is_lasting else 0,  # Ray sends open requests again to the next process
+        "max_task_retries": -1 if is_lasting else 0,  # Ray resends open requests to the next process
     }
     if settings.resources:
         options["resources"] = dict(settings.resources)
@@ -137,15 +138,15 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
 
 
 def attach(name: str) -> DetachedTrainer:
-    """Return a handle on a detached trainer, from any program of the cluster.
+    """Return a handle on a detached trainer. Any program connected to the cluster can call this.
 
     Args:
-        name: Its name.
+        name: The trainer's name.
 
     Raises:
-        UnknownTrainerError: There is no such trainer; a `LookupError`. The message lists those that exist.
-        TrainerLostError: It is not answering, or has just ended.
-        RuntimeError: The trainer has another version of raysgd, or there is no Ray cluster.
+        UnknownTrainerError: There is no such trainer. A `LookupError`, whose message lists the existing trainers.
+        TrainerLostError: The trainer is not answering, or has just ended.
+        RuntimeError: The trainer runs another version of raysgd, or there is no Ray cluster.
     """
     import ray
 
@@ -168,7 +169,7 @@ def attach(name: str) -> DetachedTrainer:
 
 
 def detached_trainers() -> list[DetachedStatus]:
-    """Return the detached trainers of the cluster."""
+    """Return the status of each detached trainer in the cluster."""
     import ray
 
     connect()
@@ -189,18 +190,19 @@ def _status(name: str, reference: Any) -> DetachedStatus:
 
 
 def stop(name: str, *, force: bool = False) -> str:
-    """End a detached trainer and its process, whatever it is doing. An idle trainer is first saved in its folder.
+    """End a detached trainer and its process, even during a call. An idle trainer is first saved in its folder.
 
     Args:
-        name: Its name.
-        force: True to kill its process at once, without saving it or waiting for its answer and the end of its workers.
+        name: The trainer's name.
+        force: True to kill the process immediately, without saving the trainer or waiting for it to shut down its
+            workers.
 
     Returns:
-        A phrase that says what became of its state; empty if it has no folder.
+        A phrase that says whether and where the trainer was saved, or an empty string if the trainer has no folder.
 
     Raises:
         UnknownTrainerError: There is no such trainer.
-        OSError: It could not be saved, and still runs.
+        OSError: The trainer could not be saved. It is still running.
     """
     actor = _existing(name)
     words = "" if force else _saved(actor)
@@ -209,7 +211,7 @@ def stop(name: str, *, force: bool = False) -> str:
 
 
 def _saved(actor: Any) -> str:
-    """Let a trainer save itself, however long that takes, and return a phrase that says what became of its state."""
+    """Ask a trainer to save itself, and wait as long as it answers. Return a phrase that says whether it was saved."""
     import ray
 
     asked = actor.save_left.remote()
@@ -221,7 +223,7 @@ def _saved(actor: Any) -> str:
 
 
 def _existing(name: str) -> Any:
-    """Connect to Ray, and return the actor of a detached trainer."""
+    """Connect to Ray and return a detached trainer's actor."""
     Detached(name)  # checks the name
     connect()
     actor = find(name)
@@ -235,7 +237,7 @@ def _stop(name: str, actor: Any, force: bool = False) -> None:
     import ray
 
     if not force and is_answering(actor):
-        with suppress(ray.exceptions.RayError):  # it has ended
+        with suppress(ray.exceptions.RayError):  # the trainer has already ended
             ray.get(actor.end.remote(False), timeout=60.0)
     kill(name, actor)
 
@@ -252,7 +254,7 @@ def connect() -> None:
     """Connect to a Ray cluster that outlives this program.
 
     Raises:
-        RuntimeError: There is none, or the one that this program uses would end with it.
+        RuntimeError: There is no Ray cluster, or the cluster would end with this program.
     """
     import ray
 
@@ -266,6 +268,6 @@ def connect() -> None:
 
 
 def _ends_with_program() -> bool:
-    """Return True if this process has started Ray. Assume not if Ray hides that."""
+    """Return True if this process started Ray. Return False if that cannot be determined."""
     node = find_name("ray._private.worker:_global_node")
     return node is not None and bool(node.is_head())

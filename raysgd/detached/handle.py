@@ -1,4 +1,4 @@
-"""The handle on a detached trainer: it has the trainer's methods and attributes, and calls go to its process."""
+"""The handle on a detached trainer. It has the trainer's methods and attributes, and forwards calls to its process."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from raysgd.detached.protocol import (
 )
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
 
-ANSWER_S = 20.0  # a detached trainer that answers no request for this long is not answering
-_BRIEF_S = 0.2  # while a call takes no longer than this, no output is fetched
+ANSWER_S = 20.0  # if a detached trainer answers no request for this long, it counts as not answering
+_BRIEF_S = 0.2  # output is fetched only for calls that take longer than this
 _DETACH_S = 1.0
 _DATA = ("dataset", "validation_dataset")
 _NUM_KNOWN_DATA = 4
@@ -53,14 +53,17 @@ logger = logging.getLogger(__name__)
 
 
 class DetachedTrainer:
-    """A trainer in its own process, with the methods of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
+    """A handle with the methods of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
 
-    Calls of all programs take turns. While you wait for a call, the trainer's output appears here. Ctrl-C ends the
-    call, as it does for a trainer in your program. The trainer continues if a program ends without `shutdown`.
+    The trainer runs in a separate process.
+
+    Calls from all programs run one at a time. While you wait for a call, your program prints the trainer's output.
+    Ctrl-C ends the call, as it does for a trainer in your program. The trainer continues if a program ends without
+    `shutdown`.
 
     Args:
-        name: Its name.
-        actor: Ray's handle on it.
+        name: The trainer's name.
+        actor: Ray's handle on the trainer's actor.
     """
 
     def __init__(self, name: str, actor: Any) -> None:
@@ -72,12 +75,12 @@ class DetachedTrainer:
         self._help: dict[str, str] = {}
         self._sent: deque[SentData] = deque(maxlen=_NUM_KNOWN_DATA)
         self._is_ended = False
-        self._presence = actor.stay.remote(self._program)  # not answered as long as this program lives
+        self._presence = actor.stay.remote(self._program)  # does not return while this program lives
         self._ask("attach", self._program, self._words, [self._presence])
         self._finalizer = end_with(self, _detach, actor, self._program, self._session)
 
     def pending(self) -> DetachedCall | None:
-        """Return a call of a program that has ended, running or not; None if there is none.
+        """Return a call of a program that has ended, or None if there is no such call. The call may still be running.
 
         Each call is returned once. Its answer stays in the trainer's process until you call `result`.
         """
@@ -91,10 +94,10 @@ class DetachedTrainer:
     def shutdown(self, force: bool = False) -> None:
         """End the trainer and its process, and free their resources. A second call does nothing.
 
-        A running call is ended too, whichever program made it, and raises `TrainerShutdownError`.
+        A running call of any program is ended too, and raises `TrainerShutdownError`.
 
         Args:
-            force: True to end the workers at once instead of letting them close first.
+            force: True to end the workers immediately instead of letting them shut down cleanly.
         """
         if self._is_ended:
             return
@@ -181,7 +184,7 @@ class DetachedTrainer:
         return CallRequest(token, kind, name, arguments, self._program, self._words, os.getcwd())
 
     def _run(self, kind: str, name: str, arguments: bytes) -> Any:
-        """Make a call and wait for it."""
+        """Make a call and wait for its result."""
         asked = self._request(kind, name, arguments)
         return self._answer(asked.token, self._actor.run.remote(asked)).result()
 
@@ -189,10 +192,10 @@ class DetachedTrainer:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
         kwargs = {**kwargs, **given}
-        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # in the trainer's process it blocks, in its turn
+        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # there it blocks, when its turn comes
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             try:
-                self._ask("begin", asked)  # waits, since Ray does not keep the order of repeated requests
+                self._ask("begin", asked)  # wait here, because Ray does not preserve the order of repeated requests
             except KeyboardInterrupt:
                 self._actor.interrupt.remote(asked.token)
                 raise
@@ -201,7 +204,7 @@ class DetachedTrainer:
         return self._drawn(value.token) if isinstance(value, RemoteIterator) else value
 
     def _as_sent(self, argument: str, data: Any) -> SentData:
-        """Return the data of a call with an id, by which the trainer recognizes the same object in a later call."""
+        """Return the data of a call with an id, so that the trainer recognizes the same object in a later call."""
         known = next((each for each in self._sent if each.data is data), None)
         if known is None:
             known = SentData(argument, data)
@@ -220,16 +223,16 @@ class DetachedTrainer:
         self._check_session()
         try:
             reply = self._wait(token, call, timeout_s)
-        except KeyboardInterrupt:  # raised by the call, in this process of the trainer or the next one
+        except KeyboardInterrupt:  # the call raises it, in the current process of the trainer or the next
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
-        del call  # or Ray would repeat the request to restore a lost reply, when the call is already forgotten
+        del call  # otherwise Ray would repeat the request to restore a lost reply after the call was discarded
         if reply is None:
             raise RuntimeError("Another program has the result of this call.")
         packed, num_pieces = reply
         while (self._seen or 0) < num_pieces:
             self._show(self._ask("news", token, self._seen))
-        answer = unpacked_answer(packed)  # if this program cannot read it, the answer stays in the trainer's process
+        answer = unpacked_answer(packed)  # if this program cannot unpickle it, the answer stays with the trainer
         self._actor.confirm.remote(token)  # sent before the next call, and before the program ends
         return answer
 
@@ -260,13 +263,13 @@ class DetachedTrainer:
         )
 
     def _show(self, news: tuple[int, list[Piece], str | None, bool]) -> str | None:
-        """Print new output. Return the call of another program that this one waits for, if any."""
+        """Print new output. Return a description of another program's call that this call waits for, or None."""
         self._seen, pieces, other, _ = news
         show(pieces)
         return other
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Send a request to the trainer, and return its answer."""
+        """Send a request to the trainer and return the answer, however long it takes."""
         from ray.exceptions import GetTimeoutError
 
         self._check_session()
@@ -278,12 +281,14 @@ class DetachedTrainer:
                 logger.warning(_SILENT, self._name, self._name)
 
     def _get(self, asked: Any, timeout_s: float | None = None) -> Any:
-        """Return an answer of the trainer. If its process dies, Ray starts the next one and repeats the request.
+        """Return the trainer's answer to a request.
+
+        If its process dies, Ray starts the next process and repeats the request.
 
         Raises:
-            TrainerLostError: There is no next process.
+            TrainerLostError: The process has died and will not be restarted.
             TrainerShutdownError: This program has ended the trainer.
-            GetTimeoutError: There is no answer yet.
+            GetTimeoutError: The answer did not arrive in time.
         """
         import ray
 
@@ -319,7 +324,7 @@ class DetachedTrainer:
         return unpacked_answer(self._ask("look", name, is_method, arguments)).result()
 
     def _help_on(self, name: str) -> str:
-        """Return the help text of a trainer's method, or "" for an attribute. The answer is cached."""
+        """Return the help text of a trainer's method, or "" for an attribute. Results are cached."""
         self._check_not_ended()
         if name not in self._help:
             text: str | None = self._ask("help_on", name)
@@ -329,7 +334,7 @@ class DetachedTrainer:
         return self._help[name]
 
     def _follow(self) -> None:
-        """Show the output of the running call until it ends."""
+        """Print the output of the running call until it ends."""
         while True:
             news = self._ask("news", None, self._seen)
             self._show(news)
@@ -339,10 +344,10 @@ class DetachedTrainer:
 
 @hide_library_frames
 class DetachedCall(CallHandle[Any]):
-    """A call that its program does not wait for, or whose program has ended.
+    """A call that runs in the background, or that was made by a program that has ended.
 
     Attributes:
-        method: The method of the trainer, such as "train".
+        method: The trainer's method, such as "train".
     """
 
     def __init__(self, trainer: DetachedTrainer, token: str, method: str) -> None:
@@ -356,17 +361,17 @@ class DetachedCall(CallHandle[Any]):
             return f"<{self.method} of {self._trainer!r}>"
 
     def done(self) -> bool:
-        """Return True if the call has ended, with a result or an error."""
+        """Return True if the call has finished, with a result or an error."""
         return self._answer is not None or bool(self._trainer._ask("has_ended", self._token))
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call and return its result. Ctrl-C ends the call, as in the program that made it.
+        """Wait for the call and return its result. Ctrl-C ends the call.
 
         Args:
-            timeout: Number of seconds to wait; None to wait until the call has ended.
+            timeout: Number of seconds to wait; None to wait until the call has finished.
 
         Raises:
-            TimeoutError: The call is still running. It continues.
+            TimeoutError: The call has not finished. It continues.
             Exception: The call raised it.
         """
         if self._answer is None:
@@ -376,21 +381,21 @@ class DetachedCall(CallHandle[Any]):
 
 
 def _attached(name: str) -> DetachedTrainer:
-    """Return the handle on a trainer after unpickling."""
+    """Return the handle on a trainer, for unpickling."""
     import ray
 
     return DetachedTrainer(name, ray.get_actor(actor_name(name), NAMESPACE))
 
 
 def _this_program() -> str:
-    """Return user, host and process of this program, to describe it to other programs."""
+    """Return this program's user, host and process id, to describe it to other programs."""
     with suppress(Exception):  # the user may have no name
         return f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _detach(actor: Any, program: str, made_in: Any) -> None:
-    """Tell the trainer that a handle is gone, even at the end of a program, after all earlier messages."""
+    """Notify the trainer that a handle is gone, even at program exit, after all earlier messages."""
     import ray
 
     if session() == made_in:
@@ -399,20 +404,20 @@ def _detach(actor: Any, program: str, made_in: Any) -> None:
 
 
 def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
-    """End a detached trainer, whatever its process is doing, and wait until its name is free."""
+    """Kill a detached trainer's actor, and wait until its name is free."""
     import ray
 
     ray.kill(actor)
     deadline = time.monotonic() + timeout_s
     while find(name) is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    end_workers(name)  # in case it has not done so; its guard frees their resources
+    end_workers(name)  # in case the trainer has not ended its workers; the guard frees their resources
     if hasattr(actor, "_actor_id"):
         journal_path(name, actor._actor_id.hex()).unlink(missing_ok=True)
 
 
 def is_answering(actor: Any) -> bool:
-    """Return True if a detached trainer answers in time, whatever it is doing."""
+    """Return True if a detached trainer answers within `ANSWER_S`, even during a call."""
     import ray
 
     with suppress(ray.exceptions.RayError):
@@ -422,7 +427,7 @@ def is_answering(actor: Any) -> bool:
 
 
 def find(name: str) -> Any:
-    """Return the actor of a trainer, even while its process restarts, or None if there is none."""
+    """Return a trainer's actor, even while its process restarts, or None if there is no such trainer."""
     import ray
 
     try:
@@ -432,5 +437,5 @@ def find(name: str) -> Any:
 
 
 def actor_name(name: str) -> str:
-    """Return the name of a detached trainer's actor in Ray."""
+    """Return the name under which Ray knows a detached trainer's actor."""
     return f"detached:{name}"

@@ -1,4 +1,4 @@
-"""The actor of a detached trainer: it takes calls from any program, and ends when no one needs it any more."""
+"""The actor of a detached trainer. It accepts calls from any program and ends when no program needs it anymore."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
-_MOST_DEATHS = 3  # of the trainer's process at the same point of a call
-_START_S = 60.0  # time for the program that starts a trainer to attach; after that it is considered gone
+_MOST_DEATHS = 3  # deaths of the trainer's process at the same point of a call
+_START_S = 60.0  # the program that starts a trainer must attach within this time, or it counts as gone
 _END_S = 5.0
 _CALL = "call:"  # prefix of calls in the journal
 _PROGRAM = "program:"  # prefix of attached programs
-_TAKEN = "taken:"  # prefix of calls that `pending` has given to another program
+_TAKEN = "taken:"  # prefix of calls that `pending` has assigned to another program
 _FATAL = (
     "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
     "much memory. The trainer can be used"
@@ -44,17 +44,17 @@ _NOT_TAKEN_UP = (*OF_ITERATORS, "epochs")
 
 @dataclass(frozen=True)
 class CallRequest:
-    """A call as it is sent to the trainer's process.
+    """A call as sent to the trainer's process.
 
     Attributes:
-        token: Its id.
-        kind: "start" creates the trainer, "call" calls a method of it, "draw" gets the next value of an iterator,
-            "close" ends an iterator.
-        name: The method of the trainer, or the token of the call that returned the iterator.
+        token: The call's id.
+        kind: "start" creates the trainer, "call" calls a trainer's method, "draw" gets an iterator's next value,
+            "close" closes an iterator.
+        name: The trainer's method, or the token of the call that returned the iterator.
         arguments: The pickled arguments.
-        program: The program that calls.
+        program: Id of the calling program.
         words: Description of that program.
-        folder: Its working directory, to which paths are relative.
+        folder: The calling program's working directory. Relative paths start there.
     """
 
     token: str
@@ -69,11 +69,11 @@ class CallRequest:
 class TrainerProcess:
     """Holds a trainer and the log of its calls.
 
-    Calls run in one thread, other requests in others. The actor's event loop only waits.
+    All calls run in one thread, and other requests in other threads. The actor's event loop only waits.
 
     Args:
         settings: The user's settings.
-        log_level: The log level of the program.
+        log_level: The program's log level.
         is_lasting: True if the trainer's workers outlive this process, so that the next process continues with them.
     """
 
@@ -108,12 +108,13 @@ class TrainerProcess:
     async def stay(self, program: str) -> None:
         """Wait as long as a program is attached. Ray drops the request when the program ends.
 
-        If this process dies, Ray sends the request to the next one, so it stays open while the program lives.
+        If this process dies, Ray resends the request to the next process, so the request stays open while the program
+        lives.
         """
         await self._leaving.setdefault(program, asyncio.Event()).wait()
 
     async def attach(self, program: str, words: str, presence: list[Any]) -> None:
-        """Note that a program is attached, until the reply of its `stay` (in `presence`) arrives or is lost."""
+        """Record that a program is attached, until its `stay` request in `presence` returns or fails."""
         from ray import cloudpickle
 
         self._write(lambda: {f"{_PROGRAM}{program}": cloudpickle.dumps((words, presence[0]))})
@@ -124,7 +125,10 @@ class TrainerProcess:
         presence.future().add_done_callback(lambda answer: self._note_end(program))
 
     def _note_end(self, program: str) -> None:
-        """Note that a program has ended: its reply is done or lost. Runs in a thread of Ray."""
+        """Record that a program has ended because its `stay` request returned or failed.
+
+        Runs in one of Ray's threads.
+        """
         self._programs.pop(program, None)
         self._leaving.pop(program, None)
         self._write(lambda: {f"{_PROGRAM}{program}": None})
@@ -136,11 +140,11 @@ class TrainerProcess:
         self._log.leave(program)
 
     async def detach(self, program: str) -> None:
-        """Note that a program no longer needs the trainer."""
+        """Record that a program no longer needs the trainer."""
         self._leaving.setdefault(program, asyncio.Event()).set()
 
     async def describe(self) -> dict[str, Any]:
-        """Return facts about this trainer, in plain values that programs with other versions understand."""
+        """Return facts about this trainer as plain values, which programs with other versions of raysgd can read."""
         running = self._log.running()
         return {
             "name": self._settings.name,
@@ -153,7 +157,10 @@ class TrainerProcess:
         }
 
     def _ends_in_s(self) -> float | None:
-        """Return how long the trainer will wait for a program, or None if it is needed or waits forever."""
+        """Return the seconds until the trainer ends unless a program attaches.
+
+        Return None if it is in use or waits forever.
+        """
         keep_alive_s = self._settings.keep_alive_s if self._trainer is not None else _START_S
         if keep_alive_s is None or self._is_needed():
             return None
@@ -174,27 +181,31 @@ class TrainerProcess:
 
         try:
             self._save_left("the detached trainer was not needed any more")
-        except Exception:  # no program is there to get it, and resources must still be freed
+        except Exception:  # no program is attached to get the error, and resources must still be freed
             logger.exception("the detached trainer `%s` could not be saved", self._settings.name)
         try:
             self._end_trainer()
-        except Exception:  # the process ends all the same
+        except Exception:  # the process must end anyway
             logger.exception("the workers of the detached trainer `%s` could not be ended", self._settings.name)
         self._journal.discard()
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _save_left(self, reason: str) -> str | None:
-        """Save the trainer in its folder, and return the file; None if it has no folder, or saves no file."""
+        """Save the trainer in its folder and return the file's path.
+
+        Return None if it has no folder or does not save.
+        """
         place: str | None = getattr(self._trainer, "_left_file", None)
         if place is not None:
             self._trainer._save_left(reason)
         return place
 
     async def save_left(self) -> bytes:
-        """Save the trainer, if it has a folder and no call is running. The caller ends it afterwards.
+        """Save the trainer, if it has a folder and no call is running. The caller ends the trainer afterwards.
 
         Returns:
-            Packed: the file, or None; and the running call that kept it from being saved, or None.
+            A pickled pair: the file's path or None, and a description of the running call that prevented saving or
+            None.
         """
         return await asyncio.to_thread(packed_answer, self._save_unless_busy)
 
@@ -207,19 +218,22 @@ class TrainerProcess:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     async def run(self, asked: CallRequest) -> tuple[bytes, int] | None:
-        """Run a call in its turn, and return the result of `answer`."""
+        """Run a call when its turn comes, and return the result of `answer`."""
         await self.begin(asked)
         return await self.answer(asked.token)
 
     async def begin(self, asked: CallRequest) -> None:
-        """Queue a call, unless it is already known, or its program has ended."""
+        """Queue a call, unless it is already queued or its program has ended."""
         if self._log.find(asked.token) is None and asked.program in self._programs:
             if asked.kind != "start":
                 self._write(lambda: {_entry(asked.token): pickle.dumps((asked, None))})
             self._log.enqueue(_logged(asked), partial(self._do, asked))
 
     def _write(self, entries: Callable[[], Mapping[str, bytes | None]]) -> None:
-        """Store what the next process needs. If that fails, training continues, but no process will follow this one."""
+        """Store entries that the trainer's next process needs.
+
+        If storing fails, training continues, but no process can take over from this process.
+        """
         if not self._is_lasting:
             return
         try:
@@ -233,7 +247,7 @@ class TrainerProcess:
             logger.warning(words, self._settings.name, error)
 
     def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
-        """Store an answer, together with the changes that the call made in this process."""
+        """Store a call's answer, together with the changes that the call made to the trainer in this process."""
         if self._kept_trainer is not None and call.token == self._taken_up:
             self._kept_trainer.leave_call(is_interrupted=self._log.is_interrupted(call.token))
         asked: CallRequest | None = call.asked
@@ -242,7 +256,7 @@ class TrainerProcess:
 
     def _after_call(self, asked: CallRequest, answer: bytes) -> dict[str, bytes | None]:
         entries: dict[str, bytes | None] = {"fit": None}
-        if asked.kind == "start" and self._trainer is not None:  # from now on another process can continue
+        if asked.kind == "start" and self._trainer is not None:  # from now on the next process can continue
             entries["start"] = pickle.dumps(asked)
         if self._kept_trainer is not None:
             entries |= self._kept_trainer.changes()
@@ -255,8 +269,8 @@ class TrainerProcess:
         self._write(lambda: {"fit": pickle.dumps(progress), **kept.changes()})
 
     def _take_up(self, kept: dict[str, bytes]) -> None:
-        """Continue where the last process died: with the same trainer, its workers and its calls."""
-        if "start" not in kept:  # the trainer was not created yet, or the journal is on another node
+        """Continue where the previous process died, with the same trainer, workers and calls."""
+        if "start" not in kept:  # the trainer had not been created, or the journal is on another node
             outliving.end_workers(self._settings.name)
             self._settings = replace(self._settings, keep_alive_s=None)
             threading.Thread(target=self._save_and_end, daemon=True).start()
@@ -288,7 +302,7 @@ class TrainerProcess:
             self._note_program(program, *pickle.loads(kept[name]))
 
     def _num_deaths(self, running: CallRequest, kept: dict[str, bytes]) -> int:
-        """Return how often the process has died in this call since the last epoch of its `fit`."""
+        """Return how many times the process has died in this call since the last completed epoch of its `fit`."""
         place = running.token, zlib.crc32(kept.get("fit", b""))
         former, number = pickle.loads(kept["deaths"]) if "deaths" in kept else (None, 0)
         number = number + 1 if place == former else 1
@@ -300,7 +314,7 @@ class TrainerProcess:
     def _restore(self, start: CallRequest, kept: dict[str, bytes]) -> None:
 
         def end() -> None:
-            """End the process. Programs that wait for calls learn that the trainer is gone."""
+            """End the process, so that programs that wait for calls learn that the trainer is gone."""
             logger.exception("the detached trainer `%s` could not be taken up", self._settings.name)
             self._save_and_end()
 
@@ -315,7 +329,7 @@ class TrainerProcess:
         raise TrainerLostError(f"The trainer's process has died in `{method}`, {why}.")
 
     async def answer(self, token: str) -> tuple[bytes, int] | None:
-        """Return the answer of a call and the number of pieces of output, or None if another program has the answer."""
+        """Return a call's answer and the number of pieces of output, or None if another program has the answer."""
         call = self._log.find(token)
         if call is None:
             return None
@@ -323,20 +337,22 @@ class TrainerProcess:
         return answer, self._output.num_pieces()
 
     async def confirm(self, token: str) -> None:
-        """Forget a call whose answer has been received."""
+        """Discard a call whose answer has been received."""
         self._log.confirm(token)
         self._write(lambda: {_entry(token): None, f"{_TAKEN}{token}": None})
 
     async def interrupt(self, token: str) -> None:
-        """Interrupt a call and wait for its end, so that Ray repeats this request if the process dies."""
+        """Interrupt a call and wait until it finishes, so that Ray repeats this request if the process dies."""
         self._log.interrupt(token)
         await self.answer(token)
 
     async def pending(self, program: str, given: Collection[str]) -> tuple[str, str] | None:
-        """Assign a call whose program has ended, and is not in `given`, to this program. Return its token and method.
+        """Assign a call whose program has ended to `program`. Return the call's token and method.
 
-        Ray reports the end of a program only after about 2 s. So this waits if other programs have calls. The call that
-        creates the trainer is not the user's: this waits for it, and assigns it only if it has failed.
+        Skip calls in `given`.
+
+        Ray reports the end of a program after about 2 s, so this waits while other programs have calls. The user did
+        not make the call that creates the trainer. This waits for that call, and assigns it only if it failed.
         """
         call = await self._left_call(program, given)
         if call is not None and call.asked is not None and call.asked.kind == "start":
@@ -358,20 +374,25 @@ class TrainerProcess:
         return call
 
     async def has_ended(self, token: str) -> bool:
-        """Return True if a call has an answer."""
+        """Return True if a call has an answer or is unknown."""
         call = self._log.find(token)
         return call is None or call.answer.done()
 
     async def news(
         self, token: str | None, seen: int | None, knows_other: bool = True
     ) -> tuple[int, list[Piece], str | None, bool]:
-        """Wait a while for output after the first `seen` pieces, or for the end of a call.
+        """Wait briefly for output after the first `seen` pieces, or until a call finishes.
 
-        Return at once if another call is running and the program does not know that yet.
+        Return immediately if another call is running and the program does not know about it.
+
+        Args:
+            token: The call; None for the call that is running now.
+            seen: Number of pieces that the program has received.
+            knows_other: Whether the program knows that another call is running.
 
         Returns:
-            Number of pieces so far, the new pieces, the running call if it is another one, and True if the call has
-            ended. Without a token, the call is the one that is running now.
+            The number of pieces so far, the new pieces, a description of the running call if it is a different call,
+            and True if the call has finished.
         """
         mine = self._log.running() if token is None else self._log.find(token)
         deadline = time.monotonic() + _NEWS_S
@@ -384,7 +405,7 @@ class TrainerProcess:
             await asyncio.sleep(_LOOK_S)
 
     def _do(self, asked: CallRequest) -> Any:
-        if Path(asked.folder).is_dir():  # it may exist only on the program's node
+        if Path(asked.folder).is_dir():  # the folder may exist only on the program's node
             os.chdir(asked.folder)
         if asked.kind == "draw":
             return self._draw(asked.name)
@@ -414,7 +435,7 @@ class TrainerProcess:
         return RemoteIterator(asked.token)
 
     def _draw(self, token: str) -> list[Any]:
-        """Return the next value of an iterator in a list; an empty list at the end."""
+        """Return a list with an iterator's next value, or an empty list at the end."""
         if token not in self._iterators:
             if self._is_second_life:
                 raise TrainerLostError("The trainer's process has died, and the iterator with it: make a new one.")
@@ -442,7 +463,7 @@ class TrainerProcess:
         return found(*args, **kwargs)
 
     async def help_on(self, name: str) -> str | None:
-        """Return the help text of a method of the trainer, "" for an attribute, or None if there is no such name."""
+        """Return the help text of a trainer's method, "" for an attribute, or None if the name does not exist."""
         await asyncio.to_thread(self._is_made.wait)
         if callable(getattr(type(self._trainer), name, None)):
             method = getattr(self._trainer, name)
@@ -450,15 +471,18 @@ class TrainerProcess:
         return "" if hasattr(self._trainer, name) else None
 
     async def end(self, force: bool) -> bytes:
-        """End the trainer; a running call raises. The caller kills this actor after the answer."""
+        """Shut down the trainer. A running call raises an error. The caller kills this actor after the answer."""
         answer = await asyncio.to_thread(packed_answer, partial(self._end, force))
         for leaving in list(self._leaving.values()):
             leaving.set()
-        await asyncio.sleep(_LOOK_S)  # lets all answers leave this process
+        await asyncio.sleep(_LOOK_S)  # let all answers leave this process
         return answer
 
     def _end_trainer(self, force: bool = False) -> None:
-        """Call the trainer's `shutdown`. Trainers of `fit` have none; their workers end with this process."""
+        """Call the trainer's `shutdown`.
+
+        The trainers of `fit` have no `shutdown`; their workers end with this process.
+        """
         shutdown = getattr(self._trainer, "shutdown", None)
         if shutdown is not None:
             knows_force = "force" in inspect.signature(shutdown).parameters
@@ -473,7 +497,7 @@ class TrainerProcess:
 
 
 def _entry(token: str) -> str:
-    """Return the name of a call in the journal."""
+    """Return the name of a call's entry in the journal."""
     return f"{_CALL}{token}"
 
 

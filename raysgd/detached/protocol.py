@@ -1,7 +1,7 @@
-"""Messages between a program and a detached trainer: calls by name, arguments, results, errors, and output.
+"""Messages between a program and a detached trainer: calls by name, arguments, results, errors and output.
 
-Objects in Ray's store are lost with the process that put them there. Bytes in a message are copied, so they outlive the
-program that sent them, and an answer can wait in the trainer's process for any program.
+Objects in Ray's object store are lost with the process that put them there. Bytes in a message are copied, so they
+outlive the program that sent them, and an answer can wait in the trainer's process for any program.
 
 Public names of a trainer are looked up in its process, so a new option needs no change here. The tables below list the
 names that are neither queued calls nor plain attributes.
@@ -33,7 +33,7 @@ BESIDE = ("ledger", "status")
 """Methods that may run in parallel to a running call."""
 
 MAY_GO_ON = ("train", "validate")
-"""Calls that return a handle with `blocking=False`."""
+"""Methods that return a handle if called with `blocking=False`."""
 
 _IN_PROCESS = "it stays in the trainer's process, and cannot be sent."
 STAYS_THERE: dict[str, str] = {
@@ -50,27 +50,28 @@ STAYS_THERE: dict[str, str] = {
     "to_worker_group": f"{_IN_PROCESS} Make the trainer without `detached`.",
     "training_loop": "`fit` calls it.",
 }
-"""Names that a handle refuses, with the reason and what to do instead. `shutdown` is the handle's own method."""
+"""Names that a handle rejects, with the reason and an alternative. `shutdown` is a method of the handle."""
 
 
 _NO_RANK = -1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MOST_PIECES = 20_000  # above this, the oldest are dropped
+_MOST_PIECES = 20_000  # above this limit, the oldest pieces are dropped
 
 
 @dataclass(frozen=True)
 class Detached:
-    """Settings of a trainer that outlives its program.
+    """Settings for a trainer that outlives its program.
 
     Args:
         name: The name to attach by. Letters, digits, `.`, `_` and `-`, as in a file name.
-        keep_alive_s: How long the trainer waits while no program is attached and no call is running. Then it is saved
-            to `folder`, if there is one, and ends. None: forever.
-        folder: Folder in which `<name>.pt` is saved before the trainer ends by itself or by `raysgd stop`: a path on
-            its node, or a URI. `fit(..., resume_from="auto")` of the next trainer with this name and folder finds it.
-        replace: True to first end a trainer that already has this name, without saving it.
-        resources: Custom resources of Ray that its node must have, such as `{"stays": 0.01}`. By default the trainer
-            runs on the node of the program, if possible. It takes no CPU.
+        keep_alive_s: How long the trainer waits while no program is attached and no call is running. Then the trainer
+            is saved to `folder`, if set, and ends. None to wait forever.
+        folder: Folder in which `<name>.pt` is saved when the trainer times out or is ended by `raysgd stop`: a path on
+            the trainer's node, or a URI. `fit(..., resume_from="auto")` of the next trainer with this name and folder
+            finds the file.
+        replace: True to first end any trainer that has this name, without saving it.
+        resources: Custom Ray resources that the trainer's node must have, such as `{"stays": 0.01}`. By default the
+            trainer runs on the program's node, if possible. The trainer's process reserves no CPU.
 
     Raises:
         ValueError, TypeError: A value is not allowed.
@@ -94,26 +95,26 @@ class Detached:
 
     @classmethod
     def of(cls, detached: str | Detached) -> Detached:
-        """Return the settings for the user's `detached`, which is a name or the settings."""
+        """Return the settings for the user's `detached` argument, which is a name or a `Detached`."""
         return detached if isinstance(detached, Detached) else cls(detached)
 
 
 @dataclass(frozen=True)
 class RemoteIterator:
-    """Represents an iterator that stays in the trainer's process: the program draws from it call by call."""
+    """Represents an iterator that stays in the trainer's process. The program draws one value per call."""
 
     token: str
 
 
 class DetachedTraceback(Exception):
-    """Shows where an exception was raised in the trainer's process; set as its cause in the program."""
+    """Shows where an exception was raised in the trainer's process. Set as the exception's cause in the program."""
 
     def __str__(self) -> str:
         return f"in the process of the detached trainer: {self.args[0]}"
 
 
 def _place(fault: WorkerFault) -> str:
-    """Return where an exception was raised: the user's lines, or the whole traceback if the user wants that."""
+    """Return where an exception was raised: the user's lines, or the whole traceback if the user enabled that."""
     if shows_all_frames():
         return fault.traceback_text
     return "\n  called from ".join([f"raised at {fault.location}", *fault.callers])
@@ -127,7 +128,7 @@ def packed_arguments(function: str, args: Sequence[Any], kwargs: Mapping[str, An
     """Pickle the arguments of a call for the trainer's process.
 
     Raises:
-        UnpicklableError: One of them cannot be pickled. The message names it. Nothing was sent.
+        UnpicklableError: An argument cannot be pickled. The message names the argument. Nothing was sent.
     """
     try:
         return packed_bytes("it", (tuple(args), dict(kwargs)))
@@ -148,7 +149,7 @@ def unpacked_arguments(packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Unpickle the arguments of a call in the trainer's process.
 
     Raises:
-        ModuleNotFoundError: The trainer's process cannot import a module that they need.
+        ModuleNotFoundError: The trainer's process cannot import a module that the arguments need.
     """
     try:
         args, kwargs = pickle.loads(packed)
@@ -159,12 +160,12 @@ def unpacked_arguments(packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """The outcome of a call: its result, or its exception, described where it was raised.
+    """The outcome of a call: its result, or a description of the exception that it raised.
 
     Attributes:
         value: The result.
-        fault: The exception; None if there was none.
-        cause: Its cause.
+        fault: The exception, or None if the call succeeded.
+        cause: The exception's cause.
         shows_user_code: True if the exception passed through user code.
     """
 
@@ -187,10 +188,10 @@ class CallOutcome:
 
 
 def packed_answer(body: Callable[[], Any]) -> bytes:
-    """Run a call, and return its pickled outcome for the program."""
+    """Run a call and return its pickled outcome."""
     try:
         return packed_bytes("the result", CallOutcome(body()))
-    except BaseException as error:  # includes a Ctrl-C that the program passed on
+    except BaseException as error:  # includes a Ctrl-C that the program forwarded
         fault, cause = (
             None if each is None else describe_fault(each, _NO_RANK, node_here()[1], portable=True)
             for each in (error, error.__cause__)
@@ -199,20 +200,20 @@ def packed_answer(body: Callable[[], Any]) -> bytes:
 
 
 def unpacked_answer(packed: bytes) -> CallOutcome:
-    """Unpickle the answer of a call in the program."""
+    """Unpickle a call's answer in the program."""
     answer: CallOutcome = pickle.loads(packed)
     return answer
 
 
 Piece = tuple[str, str] | WorkerLogLine
-"""A piece of output: "stdout" or "stderr" and the text with its line breaks; or a line of the log."""
+"""A piece of output: "stdout" or "stderr" and the text with its line breaks; or a log line."""
 
 
 class Output:
-    """Keeps what this process prints and logs after `install`. Thread-safe.
+    """Collects this process's printed output and log lines after `install`. Thread-safe.
 
     Args:
-        first: Number of the first piece, larger than the numbers of the last process.
+        first: Number of the first piece. Must be larger than the numbers used by the previous process.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -221,27 +222,29 @@ class Output:
         self._lock = threading.Lock()
 
     def install(self, level: int) -> None:
-        """From now on, keep all output, and log lines of raysgd from this level on."""
+        """Start collecting all printed output and raysgd's log lines of at least this level."""
         log_lines.collect(level)
         logging.getLogger("ray._private.worker").addFilter(_is_of_user)
         sys.stdout, sys.stderr = _Stream(self, "stdout"), _Stream(self, "stderr")
 
     def add_piece(self, piece: Piece) -> None:
-        """Keep a piece."""
+        """Store a piece of output."""
         with self._lock:
             self._pieces.append(piece)
             self._num_pieces += 1
 
     def num_pieces(self) -> int:
-        """Return the number of pieces so far."""
+        """Collect new log lines and return the number of pieces so far."""
         for line in log_lines.drain():
             self.add_piece(line)
         return self._num_pieces
 
     def since(self, seen: int | None) -> tuple[int, list[Piece]]:
-        """Return the number of pieces, and those after the first `seen`; with None, those that no program has seen.
+        """Return the number of pieces, and the pieces after the first `seen`.
 
-        A program that passes `seen` has shown the pieces before that.
+        With None, return pieces that no program has seen.
+
+        A program that passes `seen` has already printed the earlier pieces.
         """
         num_pieces = self.num_pieces()
         with self._lock:
@@ -251,12 +254,15 @@ class Output:
 
 
 def _is_of_user(record: logging.LogRecord) -> bool:
-    """Filter out Ray's advice to authors of async actors; calls have their own thread here."""
+    """Filter out Ray's advice to authors of async actors.
+
+    It does not apply here, because calls run in a separate thread.
+    """
     return "inside async actor" not in str(record.msg)
 
 
 class _Stream(io.TextIOBase):
-    """Replaces a standard stream of a detached trainer."""
+    """Replaces a standard stream of a detached trainer's process."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output, self._name = output, name
@@ -275,7 +281,7 @@ class _Stream(io.TextIOBase):
 
 
 def show(pieces: list[Piece]) -> None:
-    """Print and log output of a detached trainer in the program."""
+    """Print and log a detached trainer's output in the program."""
     for piece in pieces:
         if isinstance(piece, WorkerLogLine):
             logging.getLogger(piece.name).log(piece.level, "%s", piece.text)

@@ -1,4 +1,4 @@
-"""Horovod for today's PyTorch: a command that builds it and installs it into the running environment.
+"""Horovod for current PyTorch: a command that builds Horovod and installs it into the running environment.
 
     python -m raysgd.horovod.install
 

@@ -1,4 +1,4 @@
-"""`python -m raysgd.horovod.install`: builds Horovod for the PyTorch of this environment, once, and installs it."""
+"""`python -m raysgd.horovod.install`: builds Horovod for this environment's PyTorch once, and installs it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from raysgd.horovod import recipe
 
 _NEEDED = {"cloudpickle": "cloudpickle", "packaging": "packaging", "psutil": "psutil", "yaml": "pyyaml"}
 _TAIL_LINES = 25
-# Starts a group of one process, to check that the library loads, fits this PyTorch, and starts.
+# Starts a group of one process, to check that the library loads, matches this PyTorch, and starts.
 _PROBE = "import horovod.torch as hvd; hvd.init(); assert hvd.size() == 1 and hvd.gloo_built(); hvd.shutdown()"
 
 
 class InstallError(Exception):
-    """Something is missing or failed. The message says what it is, and what to do."""
+    """A requirement is missing or a step failed. The message says which, and what to do."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m raysgd.horovod.install",
         description=f"Builds Horovod {recipe.VERSION} for the PyTorch of this environment and installs it. "
@@ -46,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def install(*, force: bool = False) -> None:
-    """Build Horovod unless it is in the cache, and install it unless it is installed.
+    """Build Horovod unless it is in the cache. Install it unless it is already installed.
 
     Args:
-        force: True to build and install it in any case.
+        force: True to always build and install Horovod.
 
     Raises:
-        InstallError: Something is missing, or a step failed.
+        InstallError: A requirement is missing, or a step failed.
     """
     target = find_target()
     version = f"{recipe.VERSION}+{recipe.local_version(target, os.environ)}"
@@ -72,7 +72,7 @@ def install(*, force: bool = False) -> None:
 
 
 def find_target() -> recipe.Target:
-    """Return the Python, platform and PyTorch of this environment."""
+    """Return this environment's Python, platform and PyTorch."""
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if importlib.util.find_spec("torch") is None:
         missing.insert(0, "torch")
@@ -93,7 +93,7 @@ def installed_version() -> str | None:
 
 
 def probe() -> str | None:
-    """Start Horovod in a separate process. Return what went wrong, or None."""
+    """Start Horovod in a separate process. Return its last output if that failed, else None."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     if os.path.exists("/sys/class/net/lo"):
         environment["HOROVOD_GLOO_IFACE"] = "lo"
@@ -102,7 +102,7 @@ def probe() -> str | None:
 
 
 def build(target: recipe.Target, folder: Path) -> Path:
-    """Fetch, patch and build the source. Return the wheel, which is then in `folder`."""
+    """Fetch, patch and build the source. Return the path of the wheel in `folder`."""
     cmake = _find_tools()
     with tempfile.TemporaryDirectory(prefix="raysgd-horovod-") as scratch:
         source = fetch(Path(scratch))
@@ -123,7 +123,7 @@ def build(target: recipe.Target, folder: Path) -> Path:
 
 
 def fetch(scratch: Path) -> Path:
-    """Fetch the source package with pip, unpack it, and return its folder."""
+    """Fetch the source package with pip, unpack it, and return the source folder."""
     say(f"fetching the source package of Horovod {recipe.VERSION}")
     requirements = scratch / "requirements.txt"
     requirements.write_text(recipe.REQUIREMENT + "\n", encoding="utf-8")
@@ -149,7 +149,7 @@ def mend_all(source: Path) -> None:
 
 
 def keep(wheel: Path, folder: Path) -> Path:
-    """Move the wheel into the cache in one step, so that two builds at the same time do no harm."""
+    """Move the wheel into the cache atomically, so that concurrent builds do no harm."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / f"{wheel.name}.{os.getpid()}"
     shutil.copyfile(wheel, copy)
@@ -159,12 +159,12 @@ def keep(wheel: Path, folder: Path) -> Path:
 
 
 def say(text: str) -> None:
-    """Print a step for the user."""
+    """Print a progress message for the user."""
     print(f"horovod: {text}", flush=True)
 
 
 def _find_tools() -> str:
-    """Return the CMake to use, after checking that all other tools are there."""
+    """Return the CMake to use, after checking that all other tools are available."""
     candidates = [os.environ.get("HOROVOD_CMAKE"), str(Path(sys.executable).parent / "cmake"), shutil.which("cmake")]
     versions = {path: _answer(path) for path in candidates if path and shutil.which(path)}
     missing = recipe.missing_tools(lambda name: shutil.which(name) is not None, versions)

@@ -1,4 +1,4 @@
-"""The recipe for building Horovod: its source, patches and options, and the name in the cache. No I/O."""
+"""The recipe for building Horovod: its source, patches and options, and the wheel's name in the cache. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 VERSION = "0.28.1"
-# Hash of the source package that the patches below are for; pip refuses any other.
+# Hash of the source package that the patches below are written for. pip rejects any other package.
 _SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 REQUIREMENT = f"horovod=={VERSION} --hash=sha256:{_SHA256}"
 MIN_CMAKE, TOO_NEW_CMAKE = (3, 13), (4, 0)
@@ -16,13 +16,13 @@ MIN_CMAKE, TOO_NEW_CMAKE = (3, 13), (4, 0)
 
 @dataclass(frozen=True)
 class Mend:
-    """One patch of the source.
+    """One patch to the source.
 
     Attributes:
         path: The file in the source package.
-        old: The text to replace, which must occur exactly once.
-        new: Its replacement.
-        reason: Why it is replaced.
+        old: The text to replace. It must occur exactly once.
+        new: The replacement.
+        reason: Why the text is replaced.
     """
 
     path: str
@@ -34,7 +34,7 @@ class Mend:
         """Return `text` with the patch applied.
 
         Raises:
-            ValueError: The old text does not occur exactly once, so the patch is for another source.
+            ValueError: The old text does not occur exactly once, so the patch is for a different source.
         """
         num_places = text.count(self.old)
         if num_places != 1:
@@ -117,19 +117,19 @@ _DEFAULTS = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
 }
-# Variables that decide how Horovod is built; others with this prefix are for running processes.
+# Variables that control how Horovod is built. Other variables with this prefix are for running processes.
 _OPTIONS = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CUDA|NCCL|ROCM|BUILD|CPU|ALLOW|DEBUG)(_|$)")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The system and the PyTorch that Horovod is built for.
+    """The system and PyTorch that Horovod is built for.
 
     Attributes:
-        python: Such as "cp311".
-        platform: Such as "linux-x86_64".
-        torch: Version of PyTorch, with its local part.
-        has_cuda: True if that PyTorch was built for CUDA.
+        python: Python tag, such as "cp311".
+        platform: Platform, such as "linux-x86_64".
+        torch: PyTorch version, including its local part.
+        has_cuda: True if this PyTorch was built with CUDA.
     """
 
     python: str
@@ -154,14 +154,14 @@ def _opposite(name: str) -> str:
 def build_environment(
     target: Target, environment: Mapping[str, str], cmake: str, folder_of_python: str, num_jobs: int
 ) -> dict[str, str]:
-    """Return the environment of the build.
+    """Return the environment variables for the build.
 
     Args:
         target: System and PyTorch to build for.
-        environment: The current environment.
+        environment: The current environment variables.
         cmake: The CMake command to use.
-        folder_of_python: Put first on the PATH, so that scripts find this environment.
-        num_jobs: Number of parallel compilers, unless MAKEFLAGS is set.
+        folder_of_python: Folder to put first on the PATH, so that scripts find this Python environment.
+        num_jobs: Number of parallel compiler processes, unless MAKEFLAGS is set.
     """
     return {
         **environment,
@@ -174,7 +174,7 @@ def build_environment(
 
 
 def local_version(target: Target, environment: Mapping[str, str]) -> str:
-    """Return the local part of the version that we build. It changes with everything that affects the build."""
+    """Return the local part of the version to build. It changes with everything that affects the build."""
     text = repr((VERSION, MENDS, target, options(target, environment)))
     return f"raysgd.{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
@@ -185,16 +185,16 @@ def cache_key(target: Target, environment: Mapping[str, str]) -> str:
 
 
 def cache_folder(environment: Mapping[str, str], home: str) -> str:
-    """Return the folder of the cache: `RAYSGD_CACHE`, else in the user's cache folder."""
+    """Return the cache folder: `RAYSGD_CACHE` if set, else a folder in the user's cache folder."""
     return environment.get("RAYSGD_CACHE") or f"{environment.get('XDG_CACHE_HOME') or f'{home}/.cache'}/raysgd"
 
 
 def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[str, str]) -> list[str]:
-    """Return the tools that the build needs and this machine lacks, each with advice.
+    """Return the tools that the build needs but this machine lacks, each with advice.
 
     Args:
         has_command: Returns True if a command exists.
-        cmake_versions: Output of `--version` for each CMake that was found.
+        cmake_versions: Output of `--version` for each CMake found.
     """
     missing = []
     if not any(has_command(name) for name in ("c++", "g++", "clang++")):

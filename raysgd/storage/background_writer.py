@@ -6,6 +6,7 @@ import collections
 import logging
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,28 @@ Write = Callable[[str, Any], object]
 """Writes a state, or anything else, to a path."""
 
 
+class SubmittedWrite:
+    """A write that was submitted to a `BackgroundWriter`.
+
+    Attributes:
+        is_done: True if it has ended, with or without an error.
+        seconds: Seconds that it took.
+    """
+
+    def __init__(self, writer: BackgroundWriter) -> None:
+        self._writer = writer
+        self._failure: BaseException | None = None
+        self.is_done, self.seconds = False, 0.0
+
+    def wait(self) -> None:
+        """Wait until the file is complete.
+
+        Raises:
+            BaseException: The write failed. No other call raises this failure then.
+        """
+        self._writer._await(self)
+
+
 class BackgroundWriter:
     """Writes checkpoint files in a background thread, one after the other, in the order of `submit`.
 
@@ -29,13 +52,13 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._jobs: collections.deque[tuple[str, Callable[[], Any], Write]] = collections.deque()
+        self._jobs: collections.deque[tuple[SubmittedWrite, str, Callable[[], Any], Write]] = collections.deque()
         self._failures: collections.deque[BaseException] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write) -> None:
+    def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write) -> SubmittedWrite:
         """Queue the write of the result of `produce()` to `path`. `produce` runs in the background thread.
 
         A relative `path` is relative to the present working directory. `write` must write a file completely or not at
@@ -53,7 +76,9 @@ class BackgroundWriter:
                 thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 thread.start()  # its first step waits for the end of this block
                 self._thread = thread
-            self._jobs.append((files.absolute(path), produce, write))
+            submitted = SubmittedWrite(self)
+            self._jobs.append((submitted, files.absolute(path), produce, write))
+            return submitted
 
     def write(self, path: str | os.PathLike[str], state: Any, write: Write) -> None:
         """Write a file in this thread, after all submitted writes. Arguments as for `submit`.
@@ -76,6 +101,15 @@ class BackgroundWriter:
         self._drain()
         with self._changed:
             self._raise_failure()
+
+    def _await(self, submitted: SubmittedWrite) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: submitted.is_done)
+            failure, submitted._failure = submitted._failure, None
+            if failure is not None:
+                if failure in self._failures:
+                    self._failures.remove(failure)
+                raise failure
 
     def _drain(self) -> None:
         with self._changed:
@@ -115,15 +149,19 @@ class BackgroundWriter:
                     self._thread = None
                     self._changed.notify_all()
                     return
-                job = self._jobs.popleft()
-            failure = self._failure_of(*job)
-            del job  # it may refer to something large
+                submitted, path, produce, write = self._jobs.popleft()
+            began = time.perf_counter()
+            failure = self._failure_of(path, produce, write)
+            del produce, write  # they may refer to something large
             if failure is None:
                 self._make_up()
-                continue
             with self._changed:
-                self._failures.append(failure)
-            del failure
+                if failure is not None:
+                    self._failures.append(failure)
+                submitted._failure, submitted.seconds = failure, time.perf_counter() - began
+                submitted.is_done = True
+                self._changed.notify_all()
+            del failure, submitted
 
     def _failure_of(self, path: str, produce: Callable[[], Any], write: Write) -> BaseException | None:
         """Write a file. Return the error, if any."""

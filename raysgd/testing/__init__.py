@@ -1,12 +1,12 @@
-"""Real faults for tests of how your training handles failures.
+"""Real faults for testing how your training handles failures.
 
-Each function arms a fault in the real processes of a running trainer: a SIGKILL, a SIGSTOP, a pause, a write that
-fails. Nothing is simulated, and none of this code runs unless you call one of these functions.
+Each function arms a fault in the real processes of a running trainer: a SIGKILL, a SIGSTOP, a pause or a failing write.
+Nothing is simulated, and none of this code runs unless you call one of these functions.
 
 See `docs/recipes/test-with-faults.md`.
 
-A fault is armed in the process that has the rank at that time. It stays with the process, even if its rank changes. A
-process that replaces it later is not affected.
+A fault is armed in the process that has the given rank at that time. It stays in that process, even if the rank of the
+process changes. A process that replaces it later is not affected.
 """
 
 from __future__ import annotations

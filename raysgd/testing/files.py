@@ -1,4 +1,4 @@
-"""Makes writes of checkpoint files fail."""
+"""Make writes of checkpoint files fail."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from raysgd.testing.targets import controller_of
 
 @contextlib.contextmanager
 def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) -> Iterator[None]:
-    """Make the writes of `trainer.save` fail inside the block, as on a full disk.
+    """Make the writes of `trainer.save` fail inside the block, as if the disk were full.
 
-    Background writes (`blocking=False`) that begin inside the block fail too; the end of the block waits for them.
+    Background writes (`blocking=False`) that start inside the block fail too; the block waits for them before it exits.
 
     Args:
         trainer: A running trainer.
-        error: The error to raise; by default "no space left on device".
-        after_bytes: Number of bytes of each file that are really written before that.
+        error: The error to raise. Default: "no space left on device".
+        after_bytes: Number of bytes of each file to write before raising the error.
 
     Raises:
-        ValueError: `after_bytes` is negative or no integer, or `error` is no `OSError`.
+        ValueError: `after_bytes` is negative or not an integer, or `error` is not an `OSError`.
     """
     if isinstance(after_bytes, bool) or not isinstance(after_bytes, int) or after_bytes < 0:
         raise ValueError(f"`after_bytes={after_bytes!r}`: need a whole number of bytes, 0 or more.")

@@ -1,4 +1,4 @@
-"""Faults that wait in the driver, until it makes a call of the trainer or starts workers."""
+"""Faults that wait in the driver until it calls a method of the trainer or starts workers."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from raysgd.core.engine.shared.types import GroupReport, World
 
 _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
-"""For each trainer and moment, the function that disarms the fault."""
+"""For each trainer and trigger point, the function that disarms the fault."""
 
 
 def disarm_all(trainer: Any) -> None:
-    """Disarm all faults of this trainer that wait in the driver."""
+    """Disarm this trainer's faults that wait in the driver."""
     for undo in list(_undo.get(trainer, {}).values()):
         undo()
 
 
 def _disarm(trainer: Any, name: str) -> None:
-    """Disarm a fault at this moment, so that only one happens there."""
+    """Disarm the fault at a trigger point, so that at most one fault waits there."""
     undo = _undo.get(trainer, {}).get(name)
     if undo is not None:
         undo()
 
 
 def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
-    """Call `act` before the next call of the method `name` of this trainer."""
+    """Call `act` before this trainer's next call of the method `name`."""
     _disarm(trainer, name)
     original = getattr(trainer, name)
 
@@ -54,7 +54,7 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 
 
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
-    """Kill these ranks during the setup of the next group that has them."""
+    """Kill the workers with these ranks during setup of the next group that has all of these ranks."""
     _disarm(trainer, "setup")
     lifecycle = controller_of(trainer)
     original = lifecycle.make_group
@@ -66,7 +66,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
         undo()
         doomed_spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
         doomed: WorkerGroup = original(doomed_spec, num_workers)
-        doomed.standby._spec = spec  # workers that replace them, or start later, are set up normally
+        doomed.standby._spec = spec  # replacement workers and workers that start later are set up normally
         start = doomed.start
 
         def start_once(*args: Any) -> GroupReport:
@@ -88,7 +88,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class _DyingMaker:
-    """Makes replicas, except on some ranks, where it kills the process."""
+    """Creates replicas, but kills the process on the given ranks."""
 
     make_replica: Callable[[World], Any]
     ranks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Removes nodes of a test cluster."""
+"""Remove nodes from a test cluster."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from raysgd.testing.targets import check_ranks, group_of
 
 
 def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: int | None = None) -> Any:
-    """Kill all processes of a node of a local test cluster, without a warning.
+    """Kill all processes of a node in a local test cluster, without a graceful shutdown.
 
     Pass either `node`, or `trainer` and `rank`.
 
     Args:
         cluster: A `ray.cluster_utils.Cluster`.
-        node: The result of its `add_node`.
+        node: A result of `cluster.add_node`.
         trainer: A running trainer.
-        rank: The rank whose worker is on the node.
+        rank: The rank of a worker on the node to remove.
 
     Returns:
-        The node.
+        The removed node.
 
     Raises:
-        ValueError: It is no node of the cluster, or that of the driver or of Ray's head; or arguments are missing.
-        RuntimeError: The trainer was shut down, or its workers are being replaced at this moment.
+        ValueError: The node is not in the cluster, is the driver's node or the head node, or arguments are missing.
+        RuntimeError: The trainer was shut down, or its workers are currently being replaced.
     """
     node = _find_node(cluster, node, trainer, rank)
     cluster.remove_node(node, allow_graceful=False)

@@ -1,4 +1,4 @@
-"""Kills, freezes and slows down the processes of workers."""
+"""Kill, freeze and slow down worker processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from raysgd.testing.targets import check_ranks, controller_of, group_of
 from raysgd.testing.traps import Trap, arm, disarm_everywhere, send_itself
 
 IN_WORKERS = ("validate", "snapshot", "continue")
-"""Moments that happen in the worker; `step:N` is another one."""
+"""Trigger points in a worker; `step:N` is another."""
 
 IN_DRIVER = ("save", "load", "state_dict", "get_model", "setup")
-"""Moments that happen in the driver."""
+"""Trigger points in the driver."""
 
 _STEP = re.compile(r"step:(\d+)")
 _GONE_S = 30.0
@@ -27,61 +27,62 @@ _ANSWER_S = 5.0
 
 
 def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
-    """Kill the process of a rank, or of several at once, with SIGKILL.
+    """Kill the process of one or more ranks with SIGKILL.
 
     Args:
         trainer: A running trainer with workers outside the driver.
-        rank: The rank, or several.
-        at: When to kill it.
+        rank: The rank, or several ranks to kill together.
+        at: When to kill the process.
 
-            * "now": at once. Returns when Ray knows that the process is gone.
-            * "step:N": when it begins its training step number N from now on, counted from 0.
-            * "validate": when it begins to evaluate.
-            * "snapshot": when it copies its state, after a call or, with `snapshot_every_n_steps`, inside one.
-            * "continue": when it joins a new group after another rank was lost.
-            * "setup": when the worker with this rank is set up, at the next start of all workers.
-            * "save", "load", "state_dict", "get_model": when the driver begins this call of the trainer.
+            * "now": immediately. Returns when Ray knows that the process is gone.
+            * "step:N": when the process starts training step N, where 0 is its next step.
+            * "validate": when the process starts to validate.
+            * "snapshot": when the process copies its state, after a call or, with `snapshot_every_n_steps`, inside a
+              call.
+            * "continue": when the process joins a new group after another rank was lost.
+            * "setup": when the worker with this rank is set up, the next time all workers start.
+            * "save", "load", "state_dict", "get_model": when the driver starts this call of the trainer.
 
     Raises:
-        ValueError: There is no such rank or moment, or the rank is the driver itself.
-        RuntimeError: The trainer was shut down, its workers are being replaced at this moment, or one of these ranks
-            has died and the trainer has not noticed yet.
+        ValueError: There is no such rank, `at` is invalid, or the rank is the driver itself.
+        RuntimeError: The trainer was shut down, its workers are currently being replaced, or one of these ranks has
+            died and the trainer has not noticed yet.
     """
     _end_with(signal.SIGKILL, trainer, rank, at)
 
 
 def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
-    """Stop the process of a rank with SIGSTOP, as if its machine had frozen. It never continues.
+    """Stop the process of one or more ranks with SIGSTOP, as if its machine had frozen. The process never continues.
 
     The trainer notices during a call, after `heartbeat_s`, and kills the process.
 
     Args:
         trainer: A running trainer with workers outside the driver.
-        rank: The rank, or several.
-        at: When to stop it, as for `kill_worker` without "setup". "now" returns at once, shortly before the signal
-            arrives.
+        rank: The rank, or several ranks.
+        at: When to stop the process, as for `kill_worker`, except "setup". "now" returns immediately, shortly before
+            the signal arrives.
 
     Raises:
-        ValueError: There is no such rank or moment, or the rank is the driver itself.
-        RuntimeError: The trainer was shut down, its workers are being replaced at this moment, or one of these ranks
-            has died and the trainer has not noticed yet.
+        ValueError: There is no such rank, `at` is invalid, or the rank is the driver itself.
+        RuntimeError: The trainer was shut down, its workers are currently being replaced, or one of these ranks has
+            died and the trainer has not noticed yet.
     """
     _end_with(signal.SIGSTOP, trainer, rank, at)
 
 
 @contextlib.contextmanager
 def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterator[None]:
-    """Make one rank, or several, pause before each training step inside the block.
+    """Pause one or more ranks before each training step inside the block.
 
     Args:
         trainer: A running trainer.
-        rank: The rank, or a list of ranks; may include the driver.
+        rank: The rank, or several ranks. The driver's rank is allowed.
         seconds: Length of each pause.
 
     Raises:
-        ValueError: There is no such rank, or `seconds` is not a positive number.
-        RuntimeError: The trainer was shut down, its workers are being replaced at this moment, or one of these ranks
-            has died and the trainer has not noticed yet.
+        ValueError: The rank does not exist, or `seconds` is not a positive number.
+        RuntimeError: The trainer was shut down, its workers are currently being replaced, or one of these ranks has
+            died and the trainer has not noticed yet.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise ValueError(f"`seconds={seconds!r}`: need a positive number of seconds to pause before each step.")
@@ -95,10 +96,10 @@ def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterat
 
 
 def disarm(trainer: Any) -> None:
-    """Disarm all faults of this trainer that have not happened yet.
+    """Disarm this trainer's faults that have not happened yet.
 
     Raises:
-        TypeError: It is no trainer.
+        TypeError: `trainer` is not a trainer.
     """
     controller_of(trainer)
     in_driver.disarm_all(trainer)
@@ -120,10 +121,10 @@ def _end_with(number: signal.Signals, trainer: Any, rank: int | Sequence[int], a
 
 
 def _check_moment(at: str, allow_setup: bool) -> int | None:
-    """Return N for `step:N`, and None for other moments.
+    """Return N for `step:N`, and None for other trigger points.
 
     Raises:
-        ValueError: There is no such moment.
+        ValueError: The trigger point does not exist.
     """
     names = [name for name in (*IN_WORKERS, *IN_DRIVER) if allow_setup or name != "setup"]
     if at == "now" or at in names:
@@ -143,7 +144,7 @@ def _signal_now(trainer: Any, ranks: Sequence[int], number: int) -> None:
     import ray
 
     _, deaf = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
-    for rank in [rank for rank, call in calls.items() if call in deaf]:  # such as stopped processes
+    for rank in [rank for rank, call in calls.items() if call in deaf]:  # no answer, such as from a stopped process
         group.kill_rank(rank)
     ray.wait(list(calls.values()), num_returns=len(calls), timeout=_GONE_S)
 

@@ -1,4 +1,4 @@
-"""The workers that a fault is armed in."""
+"""Find and check the workers that a fault is armed in."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) -> list[int]:
-    """Check the ranks, and return them sorted.
+    """Validate the ranks and return them sorted.
 
     Raises:
-        ValueError: The trainer has no such rank, or it is the driver and may not be.
+        ValueError: The trainer has no such rank, or the rank is the driver and `may_be_driver` is False.
     """
     group = group_of(trainer)
     ranks: list[Any] = list(rank) if isinstance(rank, list | tuple | range | set | frozenset) else [rank]
@@ -34,7 +34,7 @@ def controller_of(trainer: Any) -> Any:
     """Return the trainer's controller.
 
     Raises:
-        TypeError: It is no trainer.
+        TypeError: `trainer` is not a trainer.
     """
     if not hasattr(trainer, "_controller"):
         raise TypeError(f"`trainer={trainer!r}`: need a `TorchTrainer` or a `TFTrainer` that is running.")
@@ -42,7 +42,7 @@ def controller_of(trainer: Any) -> Any:
 
 
 def group_of(trainer: Any) -> WorkerGroup:
-    """Return the current workers.
+    """Return the current worker group.
 
     Raises:
         RuntimeError: The trainer was shut down, or its workers are being replaced.

@@ -1,4 +1,4 @@
-"""Faults that wait in a worker until it reaches a certain point."""
+"""Faults that wait in a worker until it reaches a trigger point."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ _keys = itertools.count()
 
 
 def send_itself(number: int) -> None:
-    """Send this process a signal that kills or stops it, and wait for that."""
+    """Send this process a signal that kills or stops it, and wait for the signal to take effect."""
     os.kill(os.getpid(), number)
-    time.sleep(_LATE_S)  # another thread may handle the signal, with a delay on a busy machine
+    time.sleep(_LATE_S)  # another thread may handle the signal later on a busy machine
 
 
 @dataclass
 class Trap:
-    """Acts when a process reaches a certain point.
+    """Calls a function when a process reaches a trigger point.
 
     Attributes:
         act: The function to call.
-        place: The point: "step", "validate", "snapshot" or "continue"; in the driver a trainer's method, or "setup".
-        num_before: Number of times that the point is passed before that.
-        once: True to act only once.
+        place: The trigger point: "step", "validate", "snapshot" or "continue"; in the driver, a method of the trainer
+            or "setup".
+        num_before: Number of times to skip the trigger point before acting.
+        once: Whether to act only once.
         key: Id of the trap in all processes.
     """
 
@@ -45,7 +46,7 @@ class Trap:
     is_armed: bool = True
 
     def spring(self) -> None:
-        """Act, if the trap is armed and the point has been passed often enough."""
+        """Call `act` if the trap is armed and the trigger point has been skipped `num_before` times."""
         if not self.is_armed:
             return
         if self.num_before > 0:
@@ -55,7 +56,7 @@ class Trap:
         self.act()
 
     def before(self, owner: Any, name: str) -> None:
-        """Spring the trap before each call of the method `name` of this object."""
+        """Spring the trap before each call of the method `name` of `owner`."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -66,11 +67,11 @@ class Trap:
         setattr(owner, name, trapped)
 
     def before_each_step(self, hosted: Any) -> None:
-        """Spring the trap before each batch for the user's loop.
+        """Spring the trap before the user's loop gets each batch.
 
-        Keras's `fit` draws its batches itself: there, the trap springs before the exchange of gradients.
+        Keras's `fit` draws its batches itself: there, the trap springs before the all-reduce of gradients.
         """
-        streams: list[Any] = []  # the stream of the current call, which later calls may replace
+        streams: list[Any] = []  # the stream of the current call, which a later call may replace
 
         def watched(stream: Any) -> Any:
             if stream not in streams:
@@ -88,7 +89,7 @@ _traps: list[Trap] = []  # all traps of this process
 
 
 def _set(replica: Any, trap: Trap) -> str | None:
-    """Set the trap in the worker, in parallel to its calls. Return the reason if that is impossible."""
+    """Set the trap in the worker, in parallel to its calls. Return the reason if it lacks the trigger point."""
     needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "continue": "regroup"}
     if not hasattr(replica, needed[trap.place]):
         return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"
@@ -112,11 +113,11 @@ def _unset(replica: Any, key: str | None) -> None:
 
 
 def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
-    """Set the trap in the workers of these ranks.
+    """Set the trap in the workers with these ranks.
 
     Raises:
-        ValueError: The trainer's workers never reach this point.
-        RuntimeError: A worker has died, or does not answer. The trap is set nowhere.
+        ValueError: The trainer's workers never reach the trigger point.
+        RuntimeError: A worker has died or does not answer. The trap is not set in any worker.
     """
     with OnFailure(functools.partial(disarm_everywhere, trainer, trap.key)):
         reasons = group_of(trainer).ask_beside("beside", _set, trap, ranks=ranks, timeout_s=_ANSWER_S)
@@ -131,7 +132,7 @@ def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
 
 
 def disarm_everywhere(trainer: Any, key: str | None) -> None:
-    """Disarm the trap with this key in all workers, or all traps."""
+    """Disarm the trap with this key in all workers. With None, disarm all traps."""
     with contextlib.suppress(TrainerShutdownError):
         controller = controller_of(trainer)
         controller.check_active()

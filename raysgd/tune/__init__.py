@@ -1,9 +1,9 @@
 """Ray Tune: trainers as trials, and populations of trainers that stay alive.
 
-It guarantees that a trial starts its workers in the resources that Tune reserved for it, reports what rank 0 reports,
-and gives its checkpoints to Tune.
+A trial starts its workers in the resources that Tune reserved for it, forwards rank 0's reports, and passes its
+checkpoints to Tune.
 
-Tune does the search. No other package of raysgd imports this one.
+Tune does the search. No other package of raysgd imports this package.
 """
 
 from __future__ import annotations
@@ -36,5 +36,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def function(func: Function) -> Function:
-    """Return the function: very old programs mark functions that are values in a config, not search spaces."""
+    """Return the function unchanged.
+
+    Very old programs use this to mark functions that are values in a config rather than search spaces.
+    """
     return func

@@ -1,4 +1,4 @@
-"""A function that several workers run together as a trial of Ray Tune, with any framework."""
+"""Runs a function on several workers as a Ray Tune trial, with any framework."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_distributed(
     num_per_host: int | None,
     timeout_s: float,
 ) -> type[Any]:
-    """Return the class for `ray.tune`; arguments as for `DistributedTrainableCreator`.
+    """Return the trainable class for `ray.tune`. The arguments are those of `DistributedTrainableCreator`.
 
     Raises:
         ValueError: `func` cannot be called with a config and `checkpoint_dir`, or a number is out of range.
@@ -56,7 +56,8 @@ def make_distributed(
     amounts = {"CPU": num_cpus, "GPU": num_gpus}
     make_trainer = partial(Trainer, backend, num_workers, use_gpu=num_gpus > 0, resources_per_worker=amounts)
     per_bundle = num_per_host or 1
-    # The trial only waits, so its bundle is empty. Then follows one bundle for each worker, or for all of a node.
+    # The trial only waits, so its bundle is empty. Then follows one bundle for each worker, or for all workers of a
+    # node.
     bundles: list[dict[str, float]] = [
         {},
         *[{name: each * per_bundle for name, each in amounts.items()}] * (num_workers // per_bundle),
@@ -66,7 +67,7 @@ def make_distributed(
 
 
 def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
-    """In a worker, unpack the last checkpoint and run the function."""
+    """Unpack the last checkpoint and run the function, in a worker."""
     _running.append(func)
     try:
         saved = train.load_checkpoint()
@@ -83,17 +84,19 @@ def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
 
 
 def is_distributed_trainable() -> bool:
-    """Return True if this process is a worker that runs the function of a trial."""
+    """Return True if this process is a worker that runs a trial's function."""
     return bool(_running)
 
 
 @contextlib.contextmanager
 def distributed_checkpoint_dir(step: int, disable: bool = False) -> Iterator[str]:
-    """Yield a folder to save into, on every worker. The files of rank 0 become the checkpoint; others are deleted.
+    """Yield a folder to save a checkpoint into, on every worker.
+
+    Rank 0's files become the checkpoint; other ranks' files are deleted.
 
     Args:
         step: The step of the checkpoint.
-        disable: True to keep no checkpoint.
+        disable: True to discard the files.
     """
     with tempfile.TemporaryDirectory() as folder:
         yield folder

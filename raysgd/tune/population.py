@@ -1,9 +1,9 @@
-"""Population-based training with trainers that stay alive: no trial is saved, ended or started to copy a better one.
+"""Population-based training with live trainers: no trial is saved, ended or restarted to copy a better trial.
 
-The trainers of all members train at the same time and keep their worker processes. A member that falls behind gets the
-state of a better one from memory, and new operators with a similar config.
+The trainers of all members train at the same time and keep their worker processes. A member that falls behind gets a
+better member's state from memory, and new operators with a similar config.
 
-ADR 72 says why this does not use Ray Tune.
+ADR 72 explains why this does not use Ray Tune.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ __all__ = ["Exploit", "Exploration", "Member", "Population", "train_and_validate
 logger = logging.getLogger(__name__)
 
 Space = Mapping[str, Any]
-"""For each entry of a config: a list of choices, a function without parameters that draws a value, an object with a
-method `sample` (such as `tune.loguniform`), a space for a nested dict, or any other value, which is fixed."""
-_INTERRUPT_EVERY_S = 0.1  # repeated, since a step may begin another call
+"""Maps each entry of a config to a list of choices, a function without parameters that draws a value, an object with a
+`sample` method (such as `tune.loguniform`), a space for a nested dict, or any other value, which is fixed.
+"""
+_INTERRUPT_EVERY_S = 0.1  # repeated, because a step may start another call
 _NEEDED = ("train", "validate", "reset_config", "take_state_of", "shutdown")
 
 
@@ -38,11 +39,11 @@ class Member:
     """One trial of a population.
 
     Attributes:
-        index: Its number, which never changes.
-        config: Its current config.
-        trainer: Its trainer.
-        result: Its last result.
-        history: All its results, each with the config of that time under `config`.
+        index: The member's number, which never changes.
+        config: The current config.
+        trainer: The trainer.
+        result: The last result.
+        history: All results, each with the config used at the time under `config`.
     """
 
     index: int
@@ -54,11 +55,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Exploit:
-    """A member that copied a better one.
+    """Records that a member copied a better member.
 
     Attributes:
         index: Number of the member.
-        source: Number of the better one.
+        source: Number of the better member.
         config: The config with which the member continues.
     """
 
@@ -68,27 +69,29 @@ class Exploit:
 
 
 def train_and_validate(trainer: Any) -> dict[str, Any]:
-    """Run one interval: train an epoch and validate."""
+    """Run one interval: train an epoch, then validate."""
     return {**trainer.train(), **trainer.validate()}
 
 
 class Population:
-    """Trains several trainers, and lets the worse ones copy the better ones.
+    """Trains several trainers, and lets the worst copy the best.
 
     Args:
-        trainer_factory: Returns a new `TorchTrainer` or `TFTrainer`, given a config; called once for each member.
-        space: Source of configs: for each name a list of choices, a function without parameters that draws a
-            value, a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a dict of these, or a fixed value.
-        size: Number of members. All their workers must fit into the cluster at the same time.
-        metric: Name of the result by which members are compared.
-        mode: "min" or "max"; "auto" decides by the name of the metric, as in `EarlyStopping`.
-        step: Returns the result of an interval, given a trainer. Default: `train`, then `validate`.
-        quantile: Fraction of the members that copy, and of those that are copied; at most a half.
+        trainer_factory: Function that takes a config and returns a new `TorchTrainer` or `TFTrainer`. Called once per
+            member.
+        space: Source of configs. Maps each name to a list of choices, a function without parameters that draws a value,
+            a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a nested space, or a fixed value.
+        size: Number of members. The workers of all members must fit into the cluster at the same time.
+        metric: Name of the result that ranks members.
+        mode: "min" or "max". "auto" decides by the metric's name, as in `EarlyStopping`.
+        step: Function that takes a trainer, runs one interval and returns its result. Default: `train`, then
+            `validate`.
+        quantile: Fraction of members that copy, which is also the fraction of members that are copied. At most 0.5.
         exploration: Rules for changing a config.
-        seed: Seed of all random choices here.
+        seed: Seed for all random choices of the population.
 
     Raises:
-        ValueError, TypeError: An argument is wrong; nothing was started.
+        ValueError, TypeError: An argument is invalid. Nothing was started.
 
     Examples:
         >>> def make(config):
@@ -136,7 +139,7 @@ class Population:
         return [Member(index, *pair) for index, pair in enumerate(zip(configs, trainers, strict=True))]
 
     def run(self, num_intervals: int) -> Member:
-        """Train all members. Between two intervals, let the worse ones copy. Return the best member."""
+        """Train all members, and let the worst copy the best between intervals. Return the best member."""
         for interval in range(checks.check_count("num_intervals", num_intervals, hint="Each is one `step`.")):
             if interval:
                 self.evolve()
@@ -144,12 +147,12 @@ class Population:
         return self.best
 
     def train(self) -> list[dict[str, Any]]:
-        """Train all members for one interval, at the same time, and return their results. Ctrl-C ends their calls.
+        """Train all members for one interval in parallel, and return their results. Ctrl-C ends their calls.
 
         Raises:
             ValueError: A result lacks the metric.
-            Exception: `step` raised it for a member. The others first finish the interval and keep their results. That
-                member has no result, so it ranks last.
+            Exception: `step` raised the exception for a member. It is raised after the other members finish the
+                interval and store their results. The failed member has no result, so it ranks last.
         """
         results, errors = _at_the_same_time(self._train_member, self.members, self._interrupt)
         if errors:
@@ -162,7 +165,7 @@ class Population:
             result = dict(self._step(member.trainer))
             if self._metric not in result:
                 raise ValueError(f"`metric={self._metric!r}` is not in the result, which has {sorted(result)}.")
-        except Exception as error:  # a note says which member raised it
+        except Exception as error:  # a note says which member raised the error
             logger.error("member %s failed: %r", member.index, error)
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(
@@ -178,7 +181,7 @@ class Population:
             member.trainer._interrupt()
 
     def evolve(self) -> list[Exploit]:
-        """Let each of the worst members copy one of the best, and continue with a similar config."""
+        """Let each of the worst members copy one of the best members, and continue with a similar config."""
         num_copies = min(math.ceil(len(self.members) * self._quantile), len(self.members) // 2)
         ranked = self.ranked
         worse = ranked[len(ranked) - num_copies :]
@@ -191,12 +194,12 @@ class Population:
         return Exploit(member.index, source.index, config)
 
     def copy(self, member: Member, source: Member, config: Mapping[str, Any] | None = None) -> None:
-        """Give a member the state of another one.
+        """Copy the state of another member.
 
         Args:
-            member: Gets the state.
-            source: Has the state.
-            config: A new config for the member; None to keep its own.
+            member: The member that gets the state.
+            source: The member to copy.
+            config: A new config for `member`. None to keep its config.
         """
         if config is not None:
             self.restart(member, config)
@@ -210,7 +213,7 @@ class Population:
 
     @property
     def ranked(self) -> list[Member]:
-        """The members, the best one first, those without a result last."""
+        """The members, best first. Members without a result come last."""
         return sorted(self.members, key=self._score, reverse=True)
 
     @property
@@ -223,7 +226,7 @@ class Population:
         return -math.inf if math.isnan(score) else score
 
     def shutdown(self) -> None:
-        """End all trainers."""
+        """Shut down all trainers."""
         _shutdown_all(member.trainer for member in self.members)
 
     def __enter__(self) -> Population:
@@ -257,9 +260,9 @@ def _made(trainer_factory: Callable[[dict[str, Any]], Any], config: dict[str, An
 def _at_the_same_time(
     function: Callable[[Any], Any], values: Sequence[Any], interrupt: Callable[[], None] = lambda: None
 ) -> tuple[list[Any], list[BaseException]]:
-    """Call a function for each value at the same time. Return the results, None for each error, and the errors.
+    """Call a function for all values in parallel. Return the results, with None for each error, and the errors.
 
-    After Ctrl-C, `interrupt` is called until all have ended.
+    After Ctrl-C, `interrupt` is called repeatedly until all calls have finished.
     """
     with ThreadPoolExecutor(len(values), thread_name_prefix="raysgd-population") as threads:
         futures = [threads.submit(function, value) for value in values]
@@ -285,11 +288,12 @@ def _shutdown_all(trainers: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class Exploration:
-    """Rules for changing a config.
+    """Rules for mutating a config.
 
     Attributes:
-        resample_probability: Probability that an entry is drawn again from its space instead.
-        factors: A number is multiplied by one of these. A choice moves to the previous or next one.
+        resample_probability: Probability of redrawing an entry from its space instead of mutating it.
+        factors: A numeric entry is multiplied by one of these factors. An entry with a list of choices moves to the
+            previous or next choice.
 
     Raises:
         ValueError: A value is out of range.
@@ -305,7 +309,7 @@ class Exploration:
             raise ValueError(f"`factors={self.factors!r}`: need at least one number, each more than 0.")
 
     def changed(self, config: Mapping[str, Any], space: Space, random: Random) -> dict[str, Any]:
-        """Return a similar config. Entries that the space does not name, or that are fixed, stay unchanged."""
+        """Return a similar config. Entries that are fixed or not in the space stay unchanged."""
         changed = dict(config)
         for name, source in space.items():
             if isinstance(source, Mapping):
@@ -328,7 +332,7 @@ def check_space(space: Any) -> None:
     """Check that configs can be drawn from a space.
 
     Raises:
-        TypeError: It is no dict.
+        TypeError: `space` is not a dict.
         ValueError: An entry is an empty list.
     """
     if not isinstance(space, Mapping):
@@ -358,7 +362,7 @@ def draw_one(source: Any, random: Random) -> Any:
 
 
 def is_drawn(source: Any) -> bool:
-    """Return True if an entry is drawn, False if it is a fixed value."""
+    """Return True if an entry is drawn, and False if it is a fixed value."""
     return isinstance(source, list | tuple) or hasattr(source, "sample") or callable(source)
 
 
@@ -374,7 +378,7 @@ def _neighbor(value: Any, choices: list[Any] | tuple[Any, ...], random: Random) 
 
 
 def _within(source: Any, value: Any) -> Any:
-    """Return a number limited to the bounds of its source, if there are any."""
+    """Limit a number to the bounds of its source, if the source has bounds."""
     lower, upper = getattr(source, "lower", None), getattr(source, "upper", None)
     value = value if lower is None else max(lower, value)
     return value if upper is None else min(upper, value)

@@ -1,4 +1,4 @@
-"""A function for several workers with TensorFlow as a trial of Ray Tune, like `ray.tune.integration.tensorflow`."""
+"""Runs a TensorFlow function on several workers as a Ray Tune trial, like `ray.tune.integration.tensorflow`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def DistributedTrainableCreator(
     num_workers_per_host: int | None = None,
     timeout_s: float = 15 * 60,
 ) -> type[Any]:
-    """Return a class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on its own workers.
+    """Return a trainable class for `ray.tune`. Each trial runs `func(config, checkpoint_dir=None)` on separate workers.
 
-    `TF_CONFIG` is set in each of them before `func` runs, so it may create a `MultiWorkerMirroredStrategy`. It reports
-    with `raysgd.train.report`; only reports of rank 0 count. It saves with `distributed_checkpoint_dir`. The last
-    checkpoint is in the folder `checkpoint_dir`, also when the function restarts after a worker was lost.
+    `TF_CONFIG` is set in each worker before `func` runs, so `func` may create a `MultiWorkerMirroredStrategy`. It
+    reports with `raysgd.train.report`; only the reports of rank 0 count. It saves with `distributed_checkpoint_dir`.
+    The last checkpoint is in the folder `checkpoint_dir`, even when the function restarts after a worker was lost.
 
     Args:
-        func: The function.
-        num_workers: Number of workers of a trial.
-        num_gpus_per_worker: GPUs for each.
-        num_cpus_per_worker: CPUs for each.
+        func: The training function.
+        num_workers: Number of workers per trial.
+        num_gpus_per_worker: GPUs per worker.
+        num_cpus_per_worker: CPUs per worker.
         num_workers_per_host: Exact number of workers on each node; it must divide `num_workers`. Default: Ray chooses
             the nodes.
-        timeout_s: Accepted, but not used. In the old library it limited the wait for resources, which is up to Tune.
+        timeout_s: Accepted but ignored. In the old library, it limited the wait for resources, which Tune now controls.
 
     Raises:
         ValueError: `func` has other parameters, or a number is out of range.
@@ -46,6 +46,6 @@ def DistributedTrainableCreator(
 
 
 def get_num_workers() -> int:
-    """Return the number of workers in `TF_CONFIG`; 1 if it is not set."""
+    """Return the number of workers in `TF_CONFIG`, or 1 if it is not set."""
     config = json.loads(os.environ.get("TF_CONFIG", "{}"))
     return len(config.get("cluster", {}).get("worker", [None]))

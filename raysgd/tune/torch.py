@@ -1,4 +1,4 @@
-"""A function for several workers with PyTorch as a trial of Ray Tune, like `ray.tune.integration.torch`."""
+"""Runs a PyTorch function on several workers as a Ray Tune trial, like `ray.tune.integration.torch`."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def DistributedTrainableCreator(
     timeout_s: float = NCCL_TIMEOUT_S,
     use_gpu: bool | None = None,
 ) -> type[Any]:
-    """Return a class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on its own workers.
+    """Return a trainable class for `ray.tune`. Each trial runs `func(config, checkpoint_dir=None)` on separate workers.
 
-    The process group of `torch.distributed` exists before `func` runs. It reports with `raysgd.train.report`; only
-    reports of rank 0 count. It saves with `distributed_checkpoint_dir`. The last checkpoint is in the folder
-    `checkpoint_dir`, also when the function restarts after a worker was lost.
+    The `torch.distributed` process group is created before `func` runs. `func` reports with `raysgd.train.report`; only
+    the reports of rank 0 count. It saves with `distributed_checkpoint_dir`. The last checkpoint is in the folder
+    `checkpoint_dir`, even when the function restarts after a worker was lost.
 
     Args:
-        func: The function.
-        num_workers: Number of workers of a trial.
-        num_cpus_per_worker: CPUs for each.
-        num_gpus_per_worker: GPUs for each.
+        func: The training function.
+        num_workers: Number of workers per trial.
+        num_cpus_per_worker: CPUs per worker.
+        num_gpus_per_worker: GPUs per worker.
         num_workers_per_host: Exact number of workers on each node; it must divide `num_workers`. Default: Ray chooses
             the nodes.
         backend: "gloo" or "nccl".
-        timeout_s: Seconds that a collective operation may take. How long a trial waits for resources is up to Tune.
-        use_gpu: Retired: use `num_gpus_per_worker`.
+        timeout_s: Timeout of collective operations in seconds. Tune controls how long a trial waits for resources.
+        use_gpu: No longer supported: use `num_gpus_per_worker`.
 
     Raises:
         DeprecationWarning: `use_gpu` was passed.

@@ -1,6 +1,7 @@
-"""`Tuner`: many runs of a `fit()` trainer with configs that Ray Tune chooses; a thin layer over Ray's `Tuner`.
+"""`Tuner`: runs a `fit()` trainer with many configs that Ray Tune chooses. A thin layer over Ray's `Tuner`.
 
-Each trial gets its own copy of raysgd's callbacks, which see it as a run. Ray Tune's own callbacks are passed on to it.
+Each trial gets a separate copy of raysgd's callbacks, which see the trial as a run. Ray Tune's own callbacks are passed
+to Ray Tune.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ class Tuner:
     """Runs a trainer with many configs.
 
     Args:
-        trainable: A trainer of `fit()`, such as `raysgd.train.torch.TorchTrainer(...)`. It is not changed. A class or
-            function for Ray's own `Tuner` is passed on to it.
-        param_space: Arguments of the trainer that contain search spaces: `{"train_loop_config": {"lr":
-            tune.grid_search([0.1, 1])}}`. They are merged into the trainer's own. May include `scaling_config`, an
-            object or a dict, and `datasets`.
+        trainable: A trainer of `fit()`, such as `raysgd.train.torch.TorchTrainer(...)`. The trainer is not modified. A
+            class or function for Ray's own `Tuner` is passed through.
+        param_space: Trainer arguments that contain search spaces: `{"train_loop_config": {"lr": tune.grid_search([0.1,
+            1])}}`. They are merged into the trainer's arguments. May include `scaling_config`, as an object or a dict,
+            and `datasets`.
         tune_config: A `TuneConfig`: metric, number of trials, search algorithm, scheduler.
-        run_config: Replaces that of the trainer.
+        run_config: Replaces the trainer's run config.
 
     Raises:
-        ValueError: `param_space` has a `run_config`. Other wrong values are reported by `fit`, before the first trial.
+        ValueError: `param_space` has a `run_config`. Other invalid values are reported by `fit`, before the first
+            trial.
         TypeError: An argument has the wrong type.
         MissingTuneError: Ray Tune is not installed.
 
@@ -88,7 +90,7 @@ class Tuner:
         )
 
     def fit(self) -> ResultGrid:
-        """Run all trials, and return their results, including those of failed trials."""
+        """Run all trials and return their results, including the results of failed trials."""
         trainer, run_config = self._trainable, self._run_config
         if isinstance(trainer, BaseTrainer) and run_config is not None:
             experiment = storage_of(run_config) / str(run_config.name)
@@ -96,7 +98,7 @@ class Tuner:
         return ResultGrid(self._tuner.fit())
 
     def get_results(self) -> ResultGrid:
-        """Return the results of a sweep that was restored, or that has run."""
+        """Return the results of a restored or finished sweep."""
         return ResultGrid(self._tuner.get_results())
 
     @classmethod
@@ -110,15 +112,16 @@ class Tuner:
         param_space: Mapping[str, Any] | None = None,
         storage_filesystem: Any = None,
     ) -> Tuner:
-        """Return the tuner of a sweep that was interrupted. Its `fit` runs the remaining trials.
+        """Return a tuner for an interrupted sweep. Its `fit` runs the remaining trials.
 
         Args:
-            path: The folder of the sweep, or its URI.
-            trainable: The same trainer again; None for the one that was saved with the sweep, without datasets.
+            path: The sweep's folder or its URI.
+            trainable: The same trainer as before. Default: the trainer that was saved with the sweep, which has no
+                datasets.
             resume_unfinished: True to continue unfinished trials from their last checkpoints.
             resume_errored: True to continue failed trials from their last checkpoints.
-            restart_errored: True to start failed trials again.
-            param_space: The same space again; needed if it contains datasets or other objects.
+            restart_errored: True to restart failed trials from scratch.
+            param_space: The same space as before. Required if it contains datasets or other objects.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
 
         Raises:
@@ -151,15 +154,15 @@ class Tuner:
 
     @classmethod
     def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
-        """Return True if this folder contains a sweep that `restore` can continue."""
+        """Return True if the folder contains a sweep that `restore` can continue."""
         return bool(tune_trial.require_tune(_NEEDED_BY).Tuner.can_restore(_as_place(path), storage_filesystem))
 
 
 class ResultGrid:
-    """The results of a sweep, one for each trial.
+    """The results of a sweep, one per trial.
 
     Args:
-        grid: The result of Ray's own `Tuner`.
+        grid: The result grid of Ray's `Tuner`.
 
     Examples:
         >>> for result in tuner.fit():  # doctest: +SKIP
@@ -188,24 +191,25 @@ class ResultGrid:
         """Return the result of the best trial.
 
         Args:
-            metric: The metric; by default that of the `TuneConfig`.
-            mode: "min" or "max"; by default that of the `TuneConfig`.
-            scope: Report of a trial that counts: "last", "all" for its best one, "avg" for the mean of all.
+            metric: The metric. Default: the metric of the `TuneConfig`.
+            mode: "min" or "max". Default: the mode of the `TuneConfig`.
+            scope: Which of a trial's reports count: "last" for the last report, "all" for the best report, "avg" for
+                the mean of all reports.
             filter_nan_and_inf: True to ignore values that are NaN or infinite.
 
         Raises:
-            ValueError: There is more than one trial, and no metric or mode.
+            ValueError: There are several trials, and no metric or mode is set.
             RuntimeError: No trial reported the metric.
         """
         return as_result(self._grid.get_best_result(metric, mode, scope, filter_nan_and_inf))
 
     def get_dataframe(self, filter_metric: str | None = None, filter_mode: str | None = None) -> pandas.DataFrame:
-        """Return the last reports of all trials as a `pandas.DataFrame`; with a filter, the best reports."""
+        """Return the last reports of all trials as a `pandas.DataFrame`. With a filter, return the best reports."""
         return self._grid.get_dataframe(filter_metric, filter_mode)
 
     @property
     def experiment_path(self) -> str:
-        """The folder of the sweep."""
+        """The path of the sweep's folder."""
         return str(self._grid.experiment_path)
 
     @property
@@ -215,26 +219,26 @@ class ResultGrid:
 
     @property
     def errors(self) -> list[Exception]:
-        """The errors of the trials that failed."""
+        """The errors of the failed trials."""
         return list(self._grid.errors)
 
     @property
     def num_errors(self) -> int:
-        """Number of trials that failed."""
+        """Number of failed trials."""
         return int(self._grid.num_errors)
 
     @property
     def num_terminated(self) -> int:
-        """Number of trials that succeeded."""
+        """Number of successful trials."""
         return int(self._grid.num_terminated)
 
     def __repr__(self) -> str:
-        """Return the text of all results."""
+        """Return a representation of all results."""
         return f"ResultGrid({list(self)!r})"
 
 
 def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
-    """Return the trainable for Ray's `Tuner`. Trials of a trainer use the storage and rules of `run_config`."""
+    """Return the trainable for Ray's `Tuner`. A trainer's trials use the storage and the rules of `run_config`."""
     if isinstance(trainable, BaseTrainer):
         trainable = copy(trainable)
         trainable.run_config = run_config or trainable.run_config
@@ -253,7 +257,7 @@ def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
 
 
 def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
-    """Return the run config to use: that of the tuner, else that of the trainer."""
+    """Return the run config to use: the tuner's if set, else the trainer's."""
     own = trainable.run_config if isinstance(trainable, BaseTrainer) else None
     if run_config is not None and own is not None and own != RunConfig():
         logger.info("`Tuner(run_config=...)` counts, and the trainer's `run_config` does not")
@@ -261,7 +265,7 @@ def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
 
 
 def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a space in which Ray Tune finds all search spaces, because configs are dicts."""
+    """Return a copy of the space with configs as dicts, so that Ray Tune finds all search spaces in them."""
     if not isinstance(trainable, BaseTrainer):
         return dict(param_space)
     refuse_run_config(param_space)
@@ -271,7 +275,7 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_ray_config(config: RunConfig) -> Any:
-    """Convert a run config for Ray Tune. If no checkpoints are kept, Tune gets none, so it needs no rule for that."""
+    """Convert a run config for Ray Tune. If no checkpoints are kept, Tune gets no checkpoints and needs no limit."""
     tune = tune_trial.require_tune(_NEEDED_BY)
     kept = config.checkpoint_config
     optional: dict[str, Callable[[Any], Any] | Any] = {
@@ -298,13 +302,13 @@ def as_ray_config(config: RunConfig) -> Any:
 
 
 def _as_place(path: str | Path) -> str:
-    """Return a path in the form that Ray expects: absolute, or a URI."""
+    """Return a path in the form that Ray expects: an absolute path or a URI."""
     text = str(path)
     return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 def as_result(result: Any) -> Result:
-    """Convert a trial's result to the form that `fit()` returns."""
+    """Convert a trial's result to the type that `fit()` returns."""
     folder = open_folder(result.path, result.filesystem)
     kept = [(as_checkpoint(checkpoint), metrics) for checkpoint, metrics in result.best_checkpoints or ()]
     made = Result(
@@ -318,28 +322,28 @@ def as_result(result: Any) -> Result:
 
 
 def as_checkpoint(checkpoint: Any) -> Checkpoint:
-    """Convert a checkpoint of Ray Tune to one of raysgd with the same folder."""
+    """Convert a Ray Tune checkpoint to a raysgd checkpoint with the same folder."""
     return Checkpoint(checkpoint.path, checkpoint.filesystem)
 
 
 class CallsInTrials:
-    """Calls copies of callbacks for each trial; Ray Tune calls the hooks of this object.
+    """Calls copies of the callbacks for each trial. Ray Tune calls the hooks of this object.
 
     Args:
-        callbacks: Copied for each trial, and called in this order.
+        callbacks: The callbacks, which are copied for each trial and called in this order.
 
     Raises:
-        ValueError: Two of them write to the same place.
+        ValueError: Two callbacks write to the same file.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = list(callbacks)
         self._of_trial: dict[str, FunctionCalls] = {}
         self._saved: dict[str, Any] = {}
-        self._make("trial", {}, ".")  # raises before the first trial if a callback cannot be used
+        self._make("trial", {}, ".")  # raises an error before the first trial if a callback cannot be used
 
     def on_trial_start(self, trial: Any, **info: Any) -> None:
-        """Begin a trial, possibly again."""
+        """Start a trial, or restart it."""
         if trial.trial_id not in self._of_trial:
             calls = self._make(str(trial), trial.config, trial.local_path)
             calls.load_states(self._saved.get(trial.trial_id, ()))
@@ -347,27 +351,27 @@ class CallsInTrials:
         self._of_trial[trial.trial_id].begin_run()
 
     def on_trial_result(self, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
-        """Pass on the report of a trial."""
+        """Forward a trial's report."""
         self._of_trial[trial.trial_id].report(result)
 
     def on_checkpoint(self, trial: Any, checkpoint: Any, **info: Any) -> None:
-        """Pass on the checkpoint of a trial."""
+        """Forward a trial's checkpoint."""
         self._of_trial[trial.trial_id].tell("on_checkpoint", str(checkpoint.path))
 
     def on_trial_complete(self, trial: Any, **info: Any) -> None:
-        """End a trial that succeeded."""
+        """End a successful trial."""
         self._end(trial, None)
 
     def on_trial_error(self, trial: Any, **info: Any) -> None:
-        """End a trial that failed, even if it never started."""
+        """End a failed trial, even if it never started."""
         self._end(trial, trial.get_error() or RuntimeError(f"the trial {trial} failed"))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the states of the callbacks of each running trial, for a sweep that is restored."""
+        """Return the states of the callbacks of each running trial, for restoring the sweep."""
         return {trial: calls.states() for trial, calls in self._of_trial.items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Store such states for the trials that start from now on."""
+        """Store the states that `get_state` returned. Trials that start later load them."""
         self._saved = dict(state)
 
     def _end(self, trial: Any, error: BaseException | None) -> None:
@@ -380,10 +384,10 @@ class CallsInTrials:
 
 
 def for_tune(callbacks: Sequence[Any]) -> list[Any]:
-    """Convert the callbacks of a sweep for Ray Tune.
+    """Convert a sweep's callbacks for Ray Tune.
 
     Raises:
-        TypeError: A callback of raysgd runs in the workers, or an object is no callback.
+        TypeError: An object is a worker callback, or not a callback.
     """
     own, given = own_among(callbacks), of_tune_among(callbacks)
     return [*given, _tune_class()(own)] if own else given
@@ -391,9 +395,9 @@ def for_tune(callbacks: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def _tune_class() -> type[CallsInTrials]:
-    """Return `CallsInTrials` as a callback of Ray Tune, which calls all its hooks."""
+    """Return `CallsInTrials` as a subclass of Ray Tune's `Callback`, so that Ray Tune accepts it."""
 
     class SweepCallbacks(CallsInTrials, tune_trial.require_tune(_NEEDED_BY).Callback):  # type: ignore[misc]
-        """Callbacks of a sweep, as a callback of Ray Tune."""
+        """A sweep's callbacks as a Ray Tune callback."""
 
     return SweepCallbacks

@@ -1,6 +1,6 @@
-"""Sharded data frames: `MLDataset`, and how to make one from a parallel iterator. The former `ray.util.data`.
+"""Sharded data frames: `MLDataset`, and how to create it from a parallel iterator. The former `ray.util.data`.
 
-pandas is imported when the first frame is made.
+pandas is imported when the first frame is created.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["MLDataset", "from_parallel_iter"]
 def from_parallel_iter(
     para_it: ParallelIterator, need_convert: bool = True, batch_size: int = 32, repeated: bool = False
 ) -> MLDataset:
-    """Make a dataset of data frames.
+    """Create a dataset of data frames.
 
     Args:
-        para_it: Its elements are records (lists or other iterables, dicts, or dataclasses) or data frames.
+        para_it: An iterator over records (lists or other iterables, dicts, or dataclasses) or data frames.
         need_convert: True if the elements are records, False for data frames.
-        batch_size: Number of records in a frame.
-        repeated: True if the shards repeat without end.
+        batch_size: Number of records per frame.
+        repeated: True if the shards repeat indefinitely.
 
     Raises:
         ImportError: pandas is not installed.
@@ -46,9 +46,9 @@ class MLDataset(ParallelIterator):
 
     Args:
         shards: The shards.
-        name: For `repr`.
+        name: Name to show in `repr`.
         batch_size: Maximum number of rows in a frame; 0 if unknown.
-        repeated: True if the shards repeat without end.
+        repeated: True if the shards repeat indefinitely.
     """
 
     def __init__(self, shards: Sequence[ItemShard], name: str, batch_size: int = 0, repeated: bool = False) -> None:
@@ -63,7 +63,7 @@ class MLDataset(ParallelIterator):
         return MLDataset(shards, name, self.batch_size, self.repeated)
 
     def batch(self, batch_size: int) -> MLDataset:
-        """Return frames with this number of rows; the last one of a shard may have fewer."""
+        """Return frames with `batch_size` rows. The last frame of a shard may have fewer."""
         cut = self.transform(partial(_cut, batch_size))
         return MLDataset(cut._shards, f"{self.name}.batch({batch_size})", batch_size, self.repeated)
 
@@ -76,18 +76,18 @@ class MLDataset(ParallelIterator):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> LocalIterator:
-        """Return one shard; `iter()` starts it again each time.
+        """Return one shard. Each call of `iter()` restarts it.
 
         Args:
             shard_index: Index of the shard.
-            batch_ms: Accepted for compatibility: nothing is sent.
-            num_async: Accepted for compatibility.
-            shuffle: True to shuffle the frames, and the rows in each.
+            batch_ms: Accepted for compatibility and ignored, because nothing is sent.
+            num_async: Accepted for compatibility and ignored.
+            shuffle: True to shuffle the frames, and the rows within each frame.
             shuffle_buffer_size: Number of frames in the shuffle buffer.
-            seed: Seed of the order; None for another order each time.
+            seed: Seed for the order. None for a different order each time.
 
         Raises:
-            ValueError: There is no such shard.
+            ValueError: The shard does not exist.
         """
         shard = self._shard(shard_index)
         if shuffle:
@@ -103,7 +103,7 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TorchMLDataset:
-        """Return the frames as PyTorch datasets, one for each shard; arguments as for `TorchMLDataset`."""
+        """Return PyTorch datasets, one per shard. The arguments are those of `TorchMLDataset`."""
         from raysgd.torch.torch_dataset import TorchMLDataset
 
         return TorchMLDataset(
@@ -119,7 +119,7 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TFMLDataset:
-        """Return the frames as `tf.data`, one dataset for each shard; arguments as for `TFMLDataset`."""
+        """Return `tf.data` datasets, one per shard. The arguments are those of `TFMLDataset`."""
         from raysgd.tf.tf_dataset import TFMLDataset
 
         return TFMLDataset(self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type)
@@ -135,7 +135,7 @@ def _with_shuffled_rows(seed: int | None, frames: Iterator[pd.DataFrame]) -> Ite
 
 
 def _cut(num_rows: int, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """Yield frames with another number of rows, in the same order."""
+    """Regroup rows into frames of `num_rows` rows, in the same order."""
     import pandas as pd
 
     rest: list[pd.DataFrame] = []

@@ -1,8 +1,8 @@
-"""Parallel iterators over sharded elements; each shard is read by one worker. The former `ray.util.iter`.
+"""Parallel iterators over sharded elements. Each shard is read by one worker. The former `ray.util.iter`.
 
-Nothing runs until a shard is iterated, and then it runs in the process and thread of that iteration. Each iteration
-starts again. A shard is a description that can be pickled: the source of its elements, and the stages that they pass
-through.
+Nothing runs until a shard is iterated over, and then it runs in the process and thread of that iteration. Each
+iteration starts from the beginning. A shard is a description that can be pickled: the source of its elements, and the
+stages that they pass through.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", 
 
 StagesT = TypeVar("StagesT", bound="_Stages")
 Stage = Callable[[Iterator[Any]], Iterable[Any]]
-"""One stage of a shard: a function from an iterator over elements to an iterable of new ones."""
+"""One stage of a shard: a function from an iterator over elements to an iterable of new elements."""
 
 _MOST_CALLS = 64  # concurrent calls, if their number is not limited
 
 
 def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
-    """Distribute items over shards, one after another.
+    """Distribute items over shards round-robin.
 
     >>> list(from_items([1, 2, 3], num_shards=2).get_shard(0))
     [1, 3]
@@ -36,7 +36,7 @@ def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) 
     Args:
         items: The items.
         num_shards: Number of shards.
-        repeat: True if each shard repeats.
+        repeat: True to repeat each shard indefinitely.
     """
     known = list(items)
     num_shards = _check_shards(num_shards)
@@ -45,7 +45,7 @@ def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) 
 
 
 def from_range(n: int, num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
-    """Return the numbers below `n`, in shards of consecutive numbers; the last shard may have more.
+    """Return the numbers below `n` in shards of consecutive numbers. The last shard may be larger.
 
     >>> [list(shard) for shard in from_range(5, num_shards=2).shards()]
     [[0, 1], [2, 3, 4]]
@@ -58,13 +58,13 @@ def from_range(n: int, num_shards: int = 2, repeat: bool = False) -> ParallelIte
 
 
 def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | None = None) -> ParallelIterator:
-    """Make a shard of each iterable, or of each function without arguments that returns one.
+    """Create a shard from each iterable, or from each function without arguments that returns an iterable.
 
     Args:
         generators: The iterables or functions.
-        repeat: True if each shard repeats. An iterable that can be iterated only once then raises `ValueError` at its
-            end.
-        name: For `repr`.
+        repeat: True to repeat each shard indefinitely. An iterable that can be iterated over only once then raises
+            `ValueError` at its end.
+        name: Name to show in `repr`.
     """
     shards = [ItemShard(partial(_items_of, each, repeat)) for each in generators]
     return ParallelIterator(shards, name or f"from_iterators[shards={len(shards)}{_repeats(repeat)}]")
@@ -76,7 +76,8 @@ class ItemShard:
 
     Attributes:
         source: Returns an iterator over the elements before the first stage.
-        stages: The stages in order, each with the number of elements that it combines into one; None if that varies.
+        stages: The stages in order, each with the number of elements that it combines into one, or None if that number
+            varies.
     """
 
     source: Callable[[], Iterator[Any]]
@@ -89,11 +90,14 @@ class ItemShard:
         return iter(elements)
 
     def then(self, stage: Stage, size: int | None = None) -> ItemShard:
-        """Return the shard with one more stage, which combines `size` elements into one; None if that varies."""
+        """Return the shard with an additional stage that combines `size` elements into one.
+
+        None if the number varies.
+        """
         return ItemShard(self.source, (*self.stages, (stage, size)))
 
     def every(self, step: int, start: int) -> ItemShard:
-        """Return the shard with only each `step`-th element, from the one at `start` on.
+        """Return the shard with only every `step`-th element, starting at index `start`.
 
         Elements are dropped at the earliest stage possible, so that no work is done on them.
         """
@@ -105,7 +109,7 @@ class ItemShard:
 
 
 def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
-    """Yield the items of an iterable, or of the result of a function; repeatedly if `repeat`."""
+    """Yield the items of an iterable, or of a function's result. Repeat them if `repeat`."""
     yield from items() if callable(items) else items
     while repeat:
         if not callable(items) and iter(items) is items:
@@ -122,7 +126,7 @@ def _items_of(items: Any, repeat: bool) -> Iterator[Any]:
 
 
 def _interleaved(shards: Sequence[ItemShard]) -> Iterator[Any]:
-    """Yield elements of all shards in turn, until all have ended."""
+    """Yield elements of all shards round-robin, until all shards are exhausted."""
     live = deque(iter(shard) for shard in shards)
     while live:
         elements = live.popleft()
@@ -135,7 +139,7 @@ def _interleaved(shards: Sequence[ItemShard]) -> Iterator[Any]:
 
 
 def _in_threads(function: Callable[[Any], Any], num_threads: int, elements: Iterator[Any]) -> Iterator[Any]:
-    """Call a function with each element in this many threads, and yield the results in order."""
+    """Call a function on each element in `num_threads` threads, and yield the results in order."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="raysgd-map")
     try:
         waiting: deque[Future[Any]] = deque()
@@ -155,7 +159,7 @@ def _batches(size: int, elements: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def shuffled(buffer_size: int, seed: int | None, elements: Iterator[Any]) -> Iterator[Any]:
-    """Yield elements in another order: each is drawn from a buffer of this size."""
+    """Yield the elements in random order, drawing each from a buffer of `buffer_size` elements."""
     draw, buffer = random.Random(seed), list(islice(elements, buffer_size))
     for element in elements:
         place = draw.randrange(len(buffer))
@@ -166,12 +170,12 @@ def shuffled(buffer_size: int, seed: int | None, elements: Iterator[Any]) -> Ite
 
 
 def _every_nth_group(step: int, start: int, size: int, elements: Iterator[Any]) -> Iterator[Any]:
-    """Divide elements into groups of `size`, and yield each `step`-th group, from the one at `start` on."""
+    """Split elements into groups of `size`, and yield every `step`-th group, starting at index `start`."""
     return (element for index, element in enumerate(elements) if index // size % step == start)
 
 
 class _Stages:
-    """Methods that add stages, for one shard or many."""
+    """Methods that add stages, for one shard or several."""
 
     def _then(self: StagesT, stage: Stage, name: str, size: int | None = None) -> StagesT:
         raise NotImplementedError
@@ -180,9 +184,9 @@ class _Stages:
         """Apply a function to each element.
 
         Args:
-            fn: The function.
+            fn: Function to call on each element.
             max_concurrency: Maximum number of concurrent calls in one shard, in threads; 0 for no limit.
-            resources: Accepted for compatibility: the calls run in the iterating process.
+            resources: Accepted for compatibility and ignored, because the calls run in the iterating process.
 
         Raises:
             AssertionError: `max_concurrency` is negative.
@@ -194,24 +198,24 @@ class _Stages:
         return self._then(stage, ".for_each()", size=1)
 
     def filter(self: StagesT, filter_fn: Callable[[Any], bool]) -> StagesT:
-        """Keep the elements for which a function returns True."""
+        """Keep the elements for which `filter_fn` returns True."""
         return self._then(partial(filter, filter_fn), ".filter()")
 
     def batch(self: StagesT, n: int) -> StagesT:
-        """Combine `n` elements into a list; the last list of a shard may be shorter."""
+        """Combine `n` elements into a list. The last list of a shard may be shorter."""
         size = check_count("n", n, "It is the size of a batch.")
         return self._then(partial(_batches, size), f".batch({n})", size)
 
     def flatten(self: StagesT) -> StagesT:
-        """Replace each element, which is iterable, by its own elements."""
+        """Replace each element, which must be iterable, with its elements."""
         return self._then(chain.from_iterable, ".flatten()")
 
     def combine(self: StagesT, fn: Callable[[Any], Iterable[Any]]) -> StagesT:
-        """Apply a function to each element, and flatten the results."""
+        """Apply a function to each element and flatten the results."""
         return self.for_each(fn).flatten()
 
     def transform(self: StagesT, fn: Callable[[Iterable[Any]], Iterable[Any]]) -> StagesT:
-        """Apply a function to a whole shard: it takes an iterator, and returns one."""
+        """Apply a function to each whole shard. The function takes an iterator and returns an iterable."""
         return self._then(fn, ".transform()")
 
     def _shuffled(self: StagesT, buffer_size: int, seed: int | None) -> StagesT:
@@ -220,11 +224,11 @@ class _Stages:
 
 
 class ParallelIterator(_Stages):
-    """Sharded elements. Methods return new iterators; nothing runs before a shard is iterated.
+    """Sharded elements. Methods return new iterators. Nothing runs until a shard is iterated over.
 
     Args:
         shards: The shards.
-        name: For `repr`.
+        name: Name to show in `repr`.
     """
 
     def __init__(self, shards: Sequence[ItemShard], name: str) -> None:
@@ -250,19 +254,19 @@ class ParallelIterator(_Stages):
         return type(self)(shards, name)
 
     def local_shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> ParallelIterator:
-        """Shuffle each shard: elements are drawn from a buffer of this size."""
+        """Shuffle each shard by drawing elements from a buffer of `shuffle_buffer_size` elements."""
         return self._shuffled(shuffle_buffer_size, seed)
 
     def repartition(self, num_partitions: int, batch_ms: int = 0) -> ParallelIterator:
-        """Change the number of shards: elements are distributed over them one after another.
+        """Change the number of shards. Elements are distributed over the new shards round-robin.
 
-        Each new shard reads all former ones, and drops the elements of other shards as early as possible. Stages such
-        as `for_each` still run once for each element. Only what comes before a stage such as `filter` or `transform`
-        runs again in every shard.
+        Each new shard reads all former shards, and drops the elements of other shards as early as possible. Stages such
+        as `for_each` still run once per element. Only stages before a stage such as `filter` or `transform` run again
+        in every shard.
 
         Args:
             num_partitions: Number of shards.
-            batch_ms: Accepted for compatibility: nothing is sent.
+            batch_ms: Accepted for compatibility and ignored, because nothing is sent.
         """
         number = _check_shards(num_partitions)
         parts = [
@@ -274,14 +278,14 @@ class ParallelIterator(_Stages):
         return self._with(parts, f"{self.name}.repartition[num_partitions={number}]")
 
     def union(self, other: ParallelIterator) -> ParallelIterator:
-        """Return an iterator with the shards of both."""
+        """Return an iterator with the shards of both iterators."""
         return self._with([*self._shards, *other._shards], f"ParallelUnion[{self}, {other}]")
 
     def select_shards(self, shards_to_keep: Sequence[int]) -> ParallelIterator:
-        """Keep some of the shards, by index.
+        """Select shards by index.
 
         Raises:
-            ValueError: There is no such shard, or none is selected.
+            ValueError: A shard does not exist, or no shard is selected.
         """
         if not shards_to_keep:
             raise ValueError("`shards_to_keep` is empty: name at least one shard.")
@@ -297,20 +301,20 @@ class ParallelIterator(_Stages):
         return [self.get_shard(index) for index in range(len(self._shards))]
 
     def get_shard(self, shard_index: int, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
-        """Return one shard, which can be iterated in any process.
+        """Return one shard, which can be iterated over in any process.
 
         Args:
             shard_index: Index of the shard.
-            batch_ms: Accepted for compatibility: nothing is sent.
-            num_async: Accepted for compatibility.
+            batch_ms: Accepted for compatibility and ignored, because nothing is sent.
+            num_async: Accepted for compatibility and ignored.
 
         Raises:
-            ValueError: There is no such shard.
+            ValueError: The shard does not exist.
         """
         return LocalIterator(self._shard(shard_index), f"{self.name}.shard[{shard_index}]")
 
     def gather_sync(self) -> LocalIterator:
-        """Return all elements, taking one of each shard in turn."""
+        """Return all elements, taking one element from each shard in turn."""
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
@@ -332,11 +336,11 @@ class ParallelIterator(_Stages):
 
 
 class LocalIterator(_Stages):
-    """The elements of one shard. `iter()` starts again each time; `next()` continues.
+    """The elements of one shard. Each call of `iter()` starts from the beginning; `next()` continues.
 
     Args:
         shard: The shard.
-        name: For `repr`.
+        name: Name to show in `repr`.
     """
 
     def __init__(self, shard: ItemShard, name: str) -> None:
@@ -362,16 +366,16 @@ class LocalIterator(_Stages):
         return LocalIterator(self._shard.then(stage, size), self.name + name)
 
     def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator:
-        """Shuffle: elements are drawn from a buffer of this size."""
+        """Shuffle by drawing elements from a buffer of `shuffle_buffer_size` elements."""
         return self._shuffled(shuffle_buffer_size, seed)
 
     def union(self, other: LocalIterator) -> LocalIterator:
-        """Return the elements of both in turn."""
+        """Return the elements of both iterators in turn."""
         both = ItemShard(partial(_interleaved, [self._shard, other._shard]))
         return LocalIterator(both, f"LocalUnion[{self}, {other}]")
 
     def take(self, n: int) -> list[Any]:
-        """Return up to `n` elements, from the first one on."""
+        """Return up to `n` elements, starting with the first."""
         return list(islice(iter(self), n))
 
     def show(self, n: int = 20) -> None:

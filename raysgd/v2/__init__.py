@@ -1,7 +1,7 @@
 """The former `ray.util.sgd.v2`: `raysgd.train` with its first names and its first order of arguments.
 
-Its functions are strict: they raise outside of a run. The configs of the frameworks are here too, but not in `__all__`,
-since `import *` must work without the frameworks.
+Its functions are strict: they raise an error outside a run. The frameworks' configs are available here too, but not in
+`__all__`, because `import *` must work without the frameworks.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ _find = lazy_names(
 
 
 def __getattr__(name: str) -> Any:
-    """Import the config of a framework when it is first used.
+    """Import a framework's config on first use.
 
     Raises:
         MissingFrameworkError: The framework is not installed.

@@ -1,7 +1,7 @@
 """The former `ray.util.sgd.v2.callbacks`: `raysgd.train.callbacks`, and `SGDCallback`."""
 
 from raysgd.train import callbacks
-from raysgd.train.callbacks import *  # noqa: F403 - all of it, under its former path
+from raysgd.train.callbacks import *  # noqa: F403 - all of it, under its former path  # all of it, under its former path
 from raysgd.train.callbacks import TrainingCallback as SGDCallback
 
 __all__ = ["SGDCallback"]

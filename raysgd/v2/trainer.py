@@ -1,4 +1,4 @@
-"""`Trainer` with the first order of arguments of `run`: later versions have `dataset` before `checkpoint`."""
+"""`Trainer` with the first order of arguments of `run`. Later versions have `dataset` before `checkpoint`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trainer(train.Trainer):
         *,
         dataset: Any = None,
     ) -> list[Any]:
-        """Run a function on all workers until it has ended on each; see `raysgd.train.Trainer.run`."""
+        """Run a function on all workers until every worker has finished. See `raysgd.train.Trainer.run`."""
         return super().run(train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy)
 
     def run_iterator(  # type: ignore[override]
@@ -39,5 +39,5 @@ class Trainer(train.Trainer):
         *,
         dataset: Any = None,
     ) -> TrainingIterator:
-        """Start a function on all workers, and return an iterator over its reports; arguments as for `run`."""
+        """Start a function on all workers and return an iterator over its reports. The arguments are those of `run`."""
         return super().run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)

@@ -102,18 +102,25 @@ def written(folder: Path) -> list[Any]:
     [(0,), (4,), (8, 9, 10), (9, 19, 29), (3, 5, 17, 18, 36), tuple(range(0, 40, 2))],
     ids=lambda batches: f"at {batches[:3]}",
 )
+@pytest.mark.parametrize("options", [{}, {"validate_every_n_steps": 3}], ids=["", "validated"])
 def test_it_is_to_the_last_bit_the_run_that_was_not_left(
-    batches: tuple[int, ...], make_local: Make, told: Callable[..., None], tmp_path: Path
+    options: dict[str, Any],
+    batches: tuple[int, ...],
+    make_local: Make,
+    told: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
-    whole, wanted = fit(make_local, tmp_path / "whole")
+    whole, wanted = fit(make_local, tmp_path / "whole", **options)
     told(*batches)
-    trainer, history, num_left = until_done(make_local, tmp_path / "left")
+    trainer, history, num_left = until_done(make_local, tmp_path / "left", **options)
     assert num_left >= len(batches) / 4, "one that follows within two batches is the same"
     assert equal(trainer.state_dict(), whole.state_dict())
     assert without_times(history) == without_times(wanted)
     assert written(tmp_path / "left") == written(tmp_path / "whole")
     steps = [(tmp_path / name / "metrics.steps.csv").read_text() for name in ("left", "whole")]
     assert steps[0] == steps[1]
+    validations = [[each.step for each in run.records if each.step] for run in (history, wanted)]
+    assert validations[0] == validations[1] == [step for step in range(3, 40, 3) if options and step % 10]
     assert [each.name for each in (tmp_path / "left" / "files").glob("*.ckpt")].count("epoch_0004.ckpt") == 1
 
 

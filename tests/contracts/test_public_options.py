@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import fields
 
 import raysgd
 from raysgd import Recovery, TFTrainer, TorchTrainer
+from raysgd.trainer.driver.fit_loop import FitOptions
 
 WHAT = "training_operator_cls config seed add_dist_sampler scheduler_step_freq use_tqdm"
 WHERE = (
@@ -21,8 +23,8 @@ FAILURE = "recovery min_workers spare_workers"
 ONLY_KERAS = {"model_creator", "data_creator", "num_replicas", "verbose"}
 
 
-def options(trainer_cls: type) -> list[str]:
-    return [name for name in inspect.signature(trainer_cls).parameters if name not in ("self", "unknown")]
+def options(takes: Callable[..., object]) -> list[str]:
+    return [name for name in inspect.signature(takes).parameters if name not in ("self", "unknown")]
 
 
 def test_torch_trainer_takes_four_groups_of_options() -> None:
@@ -38,6 +40,18 @@ def test_torch_trainer_takes_four_groups_of_options() -> None:
 
 def test_options_of_both_frameworks_have_one_name() -> None:
     assert set(options(TFTrainer)) - ONLY_KERAS <= set(options(TorchTrainer))
+
+
+def test_fit_and_epochs_take_what_is_checked_in_one_place() -> None:
+    assert {*options(TorchTrainer.fit)} == {field.name for field in fields(FitOptions)}
+    assert [name for name in options(TorchTrainer.fit) if name != "progress"] == options(TorchTrainer.epochs)
+    for method in (TorchTrainer.fit, TorchTrainer.epochs):
+        parameters = inspect.signature(method).parameters
+        assert {name: parameters[name].default for name in options(method)} == {
+            field.name: field.default if field.name != "progress" else None
+            for field in fields(FitOptions)
+            if field.name in parameters
+        }
 
 
 def test_recovery_has_nine_rules() -> None:

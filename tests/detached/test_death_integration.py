@@ -273,3 +273,26 @@ def test_fit_goes_on_to_its_end(address: str, log: Path, tmp_path: Path) -> None
         program.run("trainer.shutdown()")
     assert [samples(log, f"train{epoch}") for epoch in range(3)] == [ALL_ONCE] * 3
     assert len(list((tmp_path / "checkpoints").glob("*"))) >= 1
+
+
+@pytest.mark.parametrize("num_samples", [10, 26])
+def test_a_run_that_acts_inside_epochs_goes_on_when_the_process_of_its_trainer_dies(
+    num_samples: int, address: str, log: Path, tmp_path: Path
+) -> None:
+    with Program(address) as program, Program(address) as other:
+        program.run(OPERATOR)
+        program.run(f"trainer = make({str(log)!r}, config={{'step_s': 0.05}})")
+        other.run("import os, raysgd; trainer = raysgd.attach('run')")
+        saving = f"raysgd.callbacks.Checkpointing({str(tmp_path / 'files')!r}, every_n_steps=4)"
+        program.begin(
+            f"history = trainer.fit(3, callbacks=[{saving}], validate_every_n_steps=3, max_steps=25)\n"
+            "[(row['epoch'], row['num_samples']) for row in history]"
+        )
+        await_samples(log, "train1", num_samples)
+        os.kill(host_pid(other), signal.SIGKILL)
+        found = program.found()
+        assert found["value"] == [[1, 40], [2, 40]], found["text"]
+        assert program.run("[each.step for each in history.records if each.step]") == [3, 6, 9, 12, 15, 18, 21, 24]
+        assert program.run("trainer.apply_all_operators(lambda operator: operator.global_step)") == [25, 25]
+        program.run("trainer.shutdown()")
+    assert [samples(log, f"train{epoch}") for epoch in range(2)] == [ALL_ONCE] * 2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raysgd.exceptions import WorkersLostError
-from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.storage.background_writer import BackgroundWriter, SubmittedWrite
 
 
 class ToDisk(BackgroundWriter):
@@ -24,8 +24,8 @@ class ToDisk(BackgroundWriter):
         super().__init__()
         self.files: dict[str, Any] = {}
 
-    def submit(self, path: Any, produce: Callable[[], Any], write: Any = None) -> None:
-        super().submit(path, produce, self._keep)
+    def submit(self, path: Any, produce: Callable[[], Any], write: Any = None) -> SubmittedWrite:
+        return super().submit(path, produce, self._keep)
 
     def write(self, path: Any, state: Any, write: Any = None) -> None:
         super().write(path, state, self._keep)
@@ -138,7 +138,7 @@ def test_a_program_that_ends_finishes_its_write_and_ends(tmp_path: Path) -> None
     program = """
 import sys, time
 from pathlib import Path
-from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.storage.background_writer import BackgroundWriter, SubmittedWrite
 
 def produce():
     time.sleep(0.5)
@@ -168,6 +168,21 @@ def test_a_failure_is_logged_at_once_and_raised_once_as_its_own_class(
     writer.close()
     assert "could not write checkpoint" in caplog.text
     assert "a.pt" in caplog.text
+
+
+def test_a_single_write_is_waited_for_and_takes_its_failure_with_it(writer: ToDisk) -> None:
+    started = threading.Event()
+    first = writer.submit("a", lambda: started.wait(60))
+    second = writer.submit("full", int)
+    assert not first.is_done
+    started.set()
+    first.wait()
+    assert first.is_done
+    assert writer.files == {"a": True}
+    with pytest.raises(OSError, match="no space"):
+        second.wait()
+    second.wait()
+    writer.close()
 
 
 def test_submit_raises_an_earlier_failure_and_queues_nothing(writer: ToDisk) -> None:

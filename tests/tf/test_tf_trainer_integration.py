@@ -105,6 +105,11 @@ def test_a_callback_for_the_steps_of_pytorch_is_refused_before_anything_begins(t
     before = len(trainer.history)
     with pytest.raises(TypeError, match=r"`GradientNorms` runs in the workers, .*`TFTrainer` cannot do: leave it out"):
         trainer.fit(1, callbacks=[GradientNorms()])
+    for options in ({"max_steps": 5}, {"epochs": 1, "validate_every_n_steps": 5}):
+        with pytest.raises(
+            ValueError, match=f"`{[*options][-1]}` cannot work here: `TFTrainer` cannot hold its workers"
+        ):
+            trainer.fit(**options)
     assert len(trainer.history) == before
     assert trainer.fit(1, callbacks=[])[0]["val_loss"] >= 0
 

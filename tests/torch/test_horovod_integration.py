@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -15,6 +16,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import raysgd
+from raysgd import testing
+from raysgd.callbacks import Callback, Checkpointing, Run
+from raysgd.core.numbers.results import CallProgress
 from raysgd.exceptions import WorkerError
 from raysgd.torch import TorchTrainer
 from raysgd.trainer.configuration.recovery import Recovery
@@ -289,3 +294,57 @@ def test_a_killed_worker_costs_a_call_or_less_and_no_result(
     assert caught.value.faults[0].rank == 1
     assert_alike(found, expected)
     assert_close([state["models"], state["optimizers"]], [wanted["models"], wanted["optimizers"]])
+
+
+class Draws(LinearOperator):
+    """Draws random numbers in training and in validation. Its steps take a while."""
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        time.sleep(0.03)
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        torch.rand(7)
+        return super().validate_batch(batch, batch_info)
+
+
+class Told(Callback):
+    """Gets a signal for the program once an epoch is so far, and keeps the steps of validations inside epochs."""
+
+    def __init__(self, at: float = math.inf) -> None:
+        self.at, self.steps = at, list[int]()
+
+    def on_progress(self, run: Run, progress: CallProgress) -> None:
+        if progress.kind == "train" and progress.num_steps >= self.at:
+            self.at = math.inf
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
+        self.steps.append(step)
+
+
+def test_an_epoch_is_validated_saved_and_left_at_a_step(ray_cluster: None, tmp_path: Path) -> None:
+    config = {"num_samples": 96, "shuffle": True}  # 12 batches an epoch
+
+    def made() -> TorchTrainer:
+        options: dict[str, Any] = {"config": config, "num_cpus_per_worker": 0.5, "backend": "horovod", "seed": 3}
+        return TorchTrainer(training_operator_cls=Draws, num_workers=2, **options)
+
+    with made() as trainer:
+        wanted = trainer.fit(2)
+        state = trainer.state_dict()
+    more: dict[str, Any] = {"validate_every_n_steps": 5, "resume_from": "auto"}
+    with made() as trainer, pytest.raises(raysgd.Preempted):
+        trainer.fit(2, callbacks=[Told(3), Checkpointing(tmp_path, every_n_steps=4)], **more)
+    with made() as trainer:
+        told = Told()
+        testing.kill_worker(trainer, 1, at="validate")
+        history = trainer.fit(2, callbacks=[told, Checkpointing(tmp_path, every_n_steps=4, blocking=False)], **more)
+        assert any(event.is_failure for event in trainer.history.events)
+        assert equal(trainer.state_dict(), state)
+    assert told.steps[-3:] == [10, 15, 20]
+    assert history["train_loss"] == wanted["train_loss"]
+    assert history["num_samples"] == wanted["num_samples"] == [96, 96]

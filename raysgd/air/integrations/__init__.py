@@ -1,4 +1,6 @@
-"""Other tools in runs of `fit()`: MLflow, Weights & Biases, Comet, Keras. Each module needs its package.
+"""Integrations of other tools with `fit()`: MLflow, Weights & Biases, Comet, Keras.
 
-The loggers are Ray's. Code that runs in workers is ours, because it needs the rank from our session.
+Each module needs its tool's package.
+
+The loggers come from Ray. Code that runs in workers is raysgd's, because it needs the rank from raysgd's session.
 """

@@ -1,6 +1,6 @@
-"""Callbacks for Keras's `model.fit` that report to the run: `ReportCheckpointCallback`, and the older `Callback`.
+"""Callbacks for Keras's `model.fit` that report to the run: `ReportCheckpointCallback`, and the older `Callback` class.
 
-Each rank reports, and rank 0 adds the weights of the model as a `TensorflowCheckpoint`.
+Each rank reports, and rank 0 adds the model's weights as a `TensorflowCheckpoint`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _tensorflow = require("tensorflow", extra="tf", purpose="`raysgd.air.integration
 
 
 class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Reports at some events, and saves at some of them.
+    """Reports metrics at the given Keras events, and saves the model at some of them.
 
-    It has methods only for these events, because Keras computes batch logs if a callback has a method for them.
+    It defines methods only for these events, because Keras computes batch logs for each batch event that a callback
+    handles.
     """
 
     def __init__(self, on: Sequence[str], metrics: Metrics) -> None:
@@ -52,20 +53,20 @@ class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-def
 
     @abc.abstractmethod
     def _saves(self, event: str) -> bool:
-        """Return True if the weights are saved at this event. Called once for each event."""
+        """Return True to save the weights at this event. Called once per occurrence of the event."""
 
 
 class ReportCheckpointCallback(_Reporting):
     """Reports metrics and checkpoints while Keras trains. Pass it to `model.fit(callbacks=[...])`.
 
     Args:
-        checkpoint_on: One or several events at which the weights are saved, such as "epoch_end" or "train_end". Metrics
-            are reported with them.
-        report_metrics_on: One or several events at which metrics are reported.
-        metrics: The metrics to report: names of Keras, or a dict from your names to those of Keras. None for all.
+        checkpoint_on: One or more events at which to save the weights, such as "epoch_end" or "train_end". Metrics are
+            reported together with the weights.
+        report_metrics_on: One or more events at which to report metrics.
+        metrics: The metrics to report: Keras names, or a dict that maps your names to Keras names. Default: all.
 
     Raises:
-        ValueError: Keras does not have such an event.
+        ValueError: Keras has no such event.
 
     Examples:
         >>> def train_loop(config):
@@ -90,12 +91,12 @@ class Callback(_Reporting):
     """Reports metrics and checkpoints while Keras trains, like `ray.air.callbacks.keras.Callback`.
 
     Args:
-        metrics: The metrics to report: names of Keras, or a dict from your names to those of Keras. None for all.
-        on: One or several events at which it reports, such as "epoch_end".
-        frequency: Save the weights with every n-th report; 0 for never. One number, or one for each event.
+        metrics: The metrics to report: Keras names, or a dict that maps your names to Keras names. Default: all.
+        on: One or more events at which to report, such as "epoch_end".
+        frequency: Save the weights with every n-th report; 0 for never. One number, or one number per event.
 
     Raises:
-        ValueError: Keras does not have such an event, or the numbers of frequencies and events differ.
+        ValueError: Keras has no such event, or `frequency` and `on` differ in length.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ def _chosen(metrics: Metrics, logs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics to report.
 
     Raises:
-        KeyError: Keras has no metric of that name.
+        KeyError: Keras has no metric with a requested name.
     """
     if metrics is None:
         return dict(logs)

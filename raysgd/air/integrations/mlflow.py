@@ -18,7 +18,7 @@ __all__ = ["MLflowLoggerCallback", "setup_mlflow"]
 
 
 class NoLogging:
-    """Replaces MLflow on ranks that do not log: everything in it can be called and does nothing."""
+    """Stands in for the `mlflow` module on ranks that do not log: every attribute can be called and does nothing."""
 
     def __getattr__(self, name: str) -> NoLogging:
         return self
@@ -34,16 +34,16 @@ class NoLogging:
 
 
 def setup_mlflow(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
-    """Start an MLflow run in a training function, and return the module `mlflow`.
+    """Start an MLflow run in a training function and return the `mlflow` module.
 
     Args:
-        config: Logged as parameters of the run.
-        rank_zero_only: True if only rank 0 logs. The other ranks get an object on which every call does nothing.
+        config: Values to log as the run's parameters.
+        rank_zero_only: True to log only on rank 0. Other ranks get an object on which every call does nothing.
         **options: Other arguments of `ray.air.integrations.mlflow.setup_mlflow`: `tracking_uri`, `experiment_name`,
-            `create_experiment_if_not_exists`, `tags` and so on. Default of `experiment_name`: the name of the trial.
+            `create_experiment_if_not_exists`, `tags` and so on. `experiment_name` defaults to the trial's name.
 
     Raises:
-        ValueError: There is no such experiment, and it may not be created.
+        ValueError: The experiment does not exist, and `create_experiment_if_not_exists` is False.
     """
     if current_session() is None:
         return _setup_of_ray(dict(config or {}), rank_zero_only=rank_zero_only, **options)

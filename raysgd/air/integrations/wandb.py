@@ -18,13 +18,13 @@ __all__ = ["WandbLoggerCallback", "setup_wandb"]
 
 
 def setup_wandb(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
-    """Start a run of Weights & Biases in a training function, and return it.
+    """Start a Weights & Biases run in a training function and return the run.
 
     Args:
-        config: Logged as the config of the run.
-        rank_zero_only: True if only rank 0 logs. The other ranks get a run that does nothing.
-        **options: `api_key`, `api_key_file`, and the arguments of `wandb.init`. By default the run is named after the
-            trial and the experiment.
+        config: Values to log as the run's config.
+        rank_zero_only: True to log only on rank 0. Other ranks get a disabled run.
+        **options: `api_key`, `api_key_file`, and the arguments of `wandb.init`. By default, the run gets the trial's
+            name and id, and the experiment's name as its group.
     """
     if current_session() is not None:
         if rank_zero_only and get_world_rank() != 0:

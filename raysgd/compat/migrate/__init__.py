@@ -1,6 +1,6 @@
-"""`raysgd migrate`: rewrites programs for the old library, and reports what a person must decide.
+"""`raysgd migrate`: rewrites programs written for the old library, and reports what a person must decide.
 
-`source.py` rewrites the text of one file, `names.py` its imports and the names they bind, `calls.py` calls with
-arguments that are no longer accepted, and `files.py` walks files and folders. `layout.py` keeps comments with their
-arguments, and `datasets.py` tracks datasets of Ray. Nothing here runs the programs.
+`source.py` rewrites one file, `names.py` its imports and the names that they bind, `calls.py` calls with arguments that
+are no longer accepted, and `files.py` walks files and folders. `layout.py` keeps comments with their arguments, and
+`datasets.py` tracks Ray Data datasets. Nothing here runs the programs.
 """

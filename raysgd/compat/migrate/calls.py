@@ -1,6 +1,6 @@
-"""Calls with arguments that are no longer accepted: rewritten, or reported with the line to write.
+"""Calls with arguments that are no longer accepted: rewritten, or reported with advice on what to write.
 
-These are calls of `TorchTrainer`, of Ray's own functions, and of Keras where Keras 3 refuses what Keras 2 accepted.
+These are calls of `TorchTrainer`, of Ray's functions, and of Keras where Keras 3 rejects what Keras 2 accepted.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ RETIRED = {
     }
     for function in (*_TO_LEAVE_OUT, *_TO_REPLACE)
 }
-"""All these arguments, each with what to do instead."""
+"""All arguments that current Ray rejects, each with what to do instead."""
 _ABSOLUTE = {
     "os.getcwd",
     "os.path.abspath",
@@ -151,7 +151,7 @@ _METHODS = {
     "predict_pipelined": "a `BatchPredictor` reads the dataset while it is used: call `predict`",
     "random_shuffle_each_window": "Ray Data has no windows: pass the dataset itself, and call `random_shuffle` of it",
 }
-"""Methods of objects without an import to identify them, whose names are unique to Ray Data."""
+"""Methods unique to Ray Data. Their objects have no import that identifies them, so the method's name decides."""
 _METHODS_OF_DATASETS = {
     "cache": "datasets of today's Ray Data have `materialize()`",
     "lazy": "datasets of today's Ray Data are lazy: leave it out",
@@ -159,7 +159,7 @@ _METHODS_OF_DATASETS = {
     "to_torch": _TO_TORCH,
     "window": "Ray Data has no windows: pass the dataset itself, which is read while it is used",
 }
-"""Methods of datasets with names that other objects have, too."""
+"""Methods of datasets whose names other objects use too."""
 _FIRST_TRAINERS = re.compile(
     r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
 )
@@ -168,7 +168,7 @@ _KEYS = {
     "mean_train_loss": "`train_loss`, or the name that your `train_batch` gives to its loss",
     "mean_validation_loss": "`val_loss`, or the name that your `validate_batch` gives to its loss",
 }
-"""Names of results of `train` and `validate` in the first versions, with their names today."""
+"""Result names of `train` and `validate` in the first versions, with their current names."""
 _LEGACY = "Or set `TF_USE_LEGACY_KERAS=1` and install `tf_keras`: then `tf.keras` is Keras 2"
 _GET_WEIGHTS = (
     "optimizers of Keras 3 have no `get_weights` and `set_weights`: read `[each.numpy() for each in "
@@ -184,7 +184,7 @@ _ENDINGS = (".keras", ".h5")
 def methods_to_change(
     node: cst.ClassDef, names_of: Callable[[cst.BaseExpression], set[str]]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """Yield operator constructors that raysgd could not call, and old methods of a trial, each with advice."""
+    """Yield operator constructors that raysgd cannot call, and outdated trial methods, each with advice."""
     bases = {name for base in node.bases for name in names_of(base.value)}
     for method in node.body.body:
         if not isinstance(method, cst.FunctionDef):
@@ -201,16 +201,16 @@ def methods_to_change(
 
 
 class Calls:
-    """The calls of a program.
+    """Rewrites and checks the calls of a program.
 
     Args:
-        source: The program.
+        source: The program's source code.
         names_of: Returns the current names that an expression may refer to.
         tell: Reports a call, with advice for a person, and a flag that is True if the call cannot work.
         datasets: The known datasets of the program.
 
     Attributes:
-        needs: Modules to import. Their names are used in full, since programs may define their own `BATCH_SIZE`.
+        needs: Modules to import. Their names are written in full, because programs may define their own `BATCH_SIZE`.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Calls:
         return new
 
     def _of_ray(self, function: str, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Rename arguments of Ray's own functions, and report those that no longer exist."""
+        """Rename arguments of Ray's functions, and report arguments that no longer exist."""
         passed = {name_of(arg) for arg in old.args}
         for name, advice in RETIRED.get(function, {}).items():
             if name in passed:
@@ -265,7 +265,7 @@ class Calls:
         return changed
 
     def _with_absolute(self, arg: cst.Arg) -> cst.Arg:
-        """Make the folder of a sweep an absolute path, as current Ray requires."""
+        """Convert the folder of a sweep to an absolute path, as current Ray requires."""
         if name_of(arg) != "storage_path":
             return arg
         value, function = arg.value, "os.path.abspath({})"
@@ -299,7 +299,7 @@ class Calls:
         return after.in_call(new) if after != before else new
 
     def _with_operator(self, arguments: Arguments) -> Arguments:
-        """Replace creator functions by an operator class, based on the user's own operator class if there is one."""
+        """Replace creator functions with an operator class, derived from the user's operator class if passed."""
         taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
         if not any(name_of(each.arg) in _CREATORS for each in taken):
             return arguments
@@ -332,7 +332,7 @@ class Calls:
         return arguments.replaced(config, moved).without([size])
 
     def _look_for_remote_trainer(self, call: cst.Call, names: set[str]) -> None:
-        """Find trainers in actors, whose arguments are in a call of some `remote`."""
+        """Find trainers in actors, whose arguments are passed in a later call of `remote`."""
         makes_actor = isinstance(call.func, cst.Call) and _REMOTE in self._names_of(call.func.func)
         if (makes_actor or _REMOTE in names) and any(self._names_of(arg.value) & _TRAINERS for arg in call.args):
             self._has_remote_trainer = True
@@ -357,7 +357,7 @@ class Calls:
             self._tell(call, _METHODS_OF_DATASETS[name], is_error=not works)
 
     def _of_report(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Put the metrics of a report into a dict, unless the call is already in the current form."""
+        """Put the metrics of a report into a dict, unless the call already has the current form."""
         if self._is_distributed:
             self._tell(old, _DISTRIBUTED, is_error=True)
             return new
@@ -380,7 +380,7 @@ class Calls:
 
 
 def _with_dict(call: cst.Call) -> cst.Call:
-    """Return the call with its arguments in one dict, each still on its line."""
+    """Return the call with its arguments in a dict. Each argument stays on its line."""
     elements: list[cst.BaseDictElement] = [
         cst.StarredDictElement(arg.value, comma=arg.comma)
         if arg.keyword is None
@@ -396,7 +396,7 @@ def _with_dict(call: cst.Call) -> cst.Call:
 
 
 def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cst.Dict:
-    """Return the config with one more entry."""
+    """Return the config with an additional entry."""
     if config is None or _is_none(config):
         return cst.Dict([entry])
     if isinstance(config, cst.Dict):
@@ -408,14 +408,14 @@ def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cs
 
 
 def _with_parameters(source: str) -> set[str]:
-    """Return the names of functions that cannot be called without arguments."""
+    """Return the names of functions that require arguments."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     needing = [node for node in functions if len(node.args.args) > len(node.args.defaults)]
     return {node.name for node in needing if node.args.args[0].arg != "self"}
 
 
 def _keys_of_results(source: str) -> dict[str, str]:
-    """Return renamed results, except those whose old names the program uses for values of its own."""
+    """Return the renamed results, except results whose old names the program uses for its own values."""
     return {name: now for name, now in _KEYS.items() if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 
@@ -435,7 +435,7 @@ def _is_none(value: cst.BaseExpression) -> bool:
 
 
 def _is_without_ending(args: Sequence[cst.Arg]) -> bool:
-    """Return True if a path is a literal with a suffix that Keras does not know."""
+    """Return True if a path is a literal without a suffix that Keras accepts."""
     path = args[0].value if args else None
     value = path.evaluated_value if isinstance(path, cst.SimpleString) else None
     return isinstance(value, str) and not value.endswith(_ENDINGS)

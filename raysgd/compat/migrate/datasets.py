@@ -1,4 +1,4 @@
-"""Variables and expressions of a program that are datasets of Ray Data, as far as its source shows."""
+"""Finds the variables and expressions of a program that are Ray Data datasets, as far as its source shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libcst import helpers
 from libcst.metadata import Scope
 
 Kind = Literal["dataset", "shard"]
-"""A dataset of the driver, or a worker's part of one."""
+"""A dataset in the driver, or a worker's shard of a dataset."""
 
 _MADE_BY = ("ray.data.range", "ray.data.read_", "ray.data.from_")
 _SHARD = ".get_dataset_shard"
@@ -25,7 +25,7 @@ _PARTS = {"split", "split_at_indices", "split_proportionately", "train_test_spli
 
 
 class Datasets:
-    """The datasets of a program, collected from its assignments while it is visited.
+    """The datasets of a program, collected from its assignments while the program is visited.
 
     Args:
         names_of: Returns the current names that an expression may refer to.
@@ -40,7 +40,7 @@ class Datasets:
         self._known: dict[tuple[Scope | None, str], Kind] = {}
 
     def note(self, targets: Iterable[cst.BaseExpression], value: cst.BaseExpression) -> None:
-        """Record the kinds of the variables in an assignment."""
+        """Record whether the variables in an assignment are datasets or shards."""
         kind = self.kind_of(value)
         parts = self._kind_of_parts(value)
         for target in targets:
@@ -57,7 +57,7 @@ class Datasets:
                 self._known[key] = kind
 
     def kind_of(self, value: cst.BaseExpression) -> Kind | None:
-        """Return the kind of an expression, or None if the source does not show that it is a dataset."""
+        """Return whether an expression is a dataset or a shard, or None if the source does not show either."""
         if not isinstance(value, cst.Call):
             return next((self._known[key] for key in self._keys_of(value) if key in self._known), None)
         names = self._names_of(value.func)

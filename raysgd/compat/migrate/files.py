@@ -20,10 +20,10 @@ _NOTEBOOK = (
 
 
 def files_of(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files that are named, and those in folders that are named, in order.
+    """Yield the given files, and the files in the given folders, in order.
 
     Raises:
-        FileNotFoundError: There is no such path, or a folder contains no Python file.
+        FileNotFoundError: A path does not exist, or a folder contains no Python file.
     """
     for path in paths:
         if path.is_file():
@@ -38,7 +38,7 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
-    """Rewrite one file in memory. Links and special files are left alone.
+    """Rewrite one file in memory. Symbolic links and special files are skipped.
 
     Args:
         path: The file.
@@ -59,7 +59,7 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
 
 
 def _obstacle(path: Path) -> str | None:
-    """Return why a path is not rewritten: a pipe may never end, and a link leads to a file that was not named."""
+    """Return why a path is skipped: a pipe may never end, and a link leads to a file that was not named."""
     if path.is_symlink():
         return f"it is a link to `{path.resolve()}`, which you can pass by itself"
     return None if path.is_file() or not path.exists() else "it is not a regular file"

@@ -1,4 +1,4 @@
-"""The arguments of a call with their lines and comments, which stay with an argument that moves."""
+"""The arguments of a call with their lines and comments, which move together with an argument."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Argument:
     """An argument of a call with the whitespace and comments that belong to it.
 
     Attributes:
-        arg: The argument, without comma.
-        before: The whitespace before it: a space, or the lines above it and its indentation.
-        after: The end of its line; None if another argument follows on the line.
+        arg: The argument, without a comma.
+        before: The whitespace before the argument: a space, or the lines above the argument and its indentation.
+        after: The end of the argument's line. None if another argument follows on the line.
     """
 
     arg: cst.Arg
@@ -52,12 +52,12 @@ class Argument:
 
     @property
     def comments(self) -> list[str]:
-        """The comments above it and after it."""
+        """The comments above and after the argument."""
         return comments_in(self.before, *([self.after] if self.after is not None else []))
 
     @property
     def indent(self) -> str | None:
-        """Its indentation; None if it does not begin a line."""
+        """The argument's indentation, or None if it does not start a line."""
         return self.before.last_line.value if isinstance(self.before, cst.ParenthesizedWhitespace) else None
 
     def with_value(self, keyword: str, value: cst.BaseExpression) -> Argument:
@@ -65,7 +65,7 @@ class Argument:
         return replace(self, arg=self.arg.with_changes(keyword=cst.Name(keyword), value=value))
 
     def at_end_of(self, line: cst.TrailingWhitespace | None) -> Argument:
-        """Return the argument with another end of its line."""
+        """Return the argument with another line end."""
         return replace(self, after=line)
 
     def below(self, comments: Sequence[str], indent: str) -> Argument:
@@ -85,8 +85,8 @@ class Arguments:
 
     Attributes:
         each: The arguments.
-        has_last_comma: True if a comma follows the last one.
-        start: The end of the line of the opening parenthesis; None if an argument follows on the line.
+        has_last_comma: True if a comma follows the last argument.
+        start: The end of the opening parenthesis's line. None if an argument follows on the line.
         end: The whitespace before the closing parenthesis.
     """
 
@@ -108,15 +108,18 @@ class Arguments:
 
     @property
     def indent(self) -> str:
-        """The indentation of arguments that begin a line."""
+        """The indentation of arguments that start a line."""
         return next((each.indent for each in self.each if each.indent is not None), _STEP)
 
     def named(self, name: str) -> Argument | None:
-        """Return an argument; None if it is not passed."""
+        """Return the argument with this name, or None if it is not passed."""
         return next((each for each in self.each if name_of(each.arg) == name), None)
 
     def without(self, taken: Sequence[Argument]) -> Arguments:
-        """Return the remaining arguments. One that follows a removed argument on its line now begins that line."""
+        """Return the remaining arguments.
+
+        An argument that followed a removed argument on its line now starts that line.
+        """
         left: list[Argument] = []
         line: cst.BaseParenthesizableWhitespace | None = None
         for each in self.each:
@@ -128,7 +131,7 @@ class Arguments:
         return replace(self, each=left)
 
     def replaced(self, old: Argument, new: Argument) -> Arguments:
-        """Return the arguments with one of them replaced."""
+        """Return the arguments with one argument replaced."""
         return replace(self, each=[new if each is old else each for each in self.each])
 
     def in_call(self, call: cst.Call) -> cst.Call:
@@ -160,11 +163,11 @@ class Arguments:
 
 
 def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent: str) -> cst.Call:
-    """Return a call with arguments of another one: on one line, or each on its own line if there are comments.
+    """Return a call with arguments of another call: on one line, or on separate lines if there are comments.
 
     Args:
         function: The function to call.
-        arguments: The arguments. The lines above the first one are left out.
+        arguments: The arguments. The lines above the first argument are dropped.
         indent: The indentation of the call.
     """
     first, *others = arguments

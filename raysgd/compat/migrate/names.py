@@ -31,12 +31,12 @@ _STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """Something that a person has to look at.
+    """A place in a program that a person must check.
 
     Attributes:
-        line: Line in the original program; the first is 1.
-        text: Description of it, and advice.
-        is_error: True if the program cannot run because of it.
+        line: Line number in the original program, counted from 1.
+        text: Description of the problem, and advice.
+        is_error: True if the program cannot run because of the problem.
     """
 
     line: int
@@ -49,15 +49,15 @@ class OldNames(cst.CSTTransformer):
 
     Args:
         program: The program.
-        source: Its text.
+        source: The program's source code.
         paths: The table of old and new names.
-        findings: The set to which findings for a person are added.
+        findings: Set to which findings are added.
 
     Attributes:
         needs: Modules to import for the rewritten names.
         dropped_ray: True if an import that bound `ray` binds `raysgd` instead.
-        trainers_of_ray: Names of trainers that Ray has and raysgd does not, each with its line.
-        has_trainers: True if the program has a trainer of raysgd.
+        trainers_of_ray: Names of trainers that Ray has and raysgd lacks, each with its line.
+        has_trainers: True if the program uses a raysgd trainer.
     """
 
     METADATA_DEPENDENCIES = (ScopeProvider,)
@@ -79,7 +79,7 @@ class OldNames(cst.CSTTransformer):
         self._methods: dict[cst.CSTNode, str] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Note the statement in which the following nodes are."""
+        """Record the statement that contains the following nodes."""
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
             self._lost.append([])
@@ -88,7 +88,7 @@ class OldNames(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Put comments above a statement: what only a person can rewrite, and comments that were lost in it."""
+        """Insert comments above a statement: what only a person can rewrite, and comments that the rewrite dropped."""
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
             return left
@@ -111,7 +111,7 @@ class OldNames(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
-        """Split an import of names that are now in several modules into lines. Comments stay where they are."""
+        """Split an import of names that are now in several modules into several lines. Comments stay where they are."""
         body: list[cst.BaseSmallStatement] = []
         for statement in updated_node.body:
             body += self._rewritten(statement, original_node)
@@ -159,7 +159,7 @@ class OldNames(cst.CSTTransformer):
                         self._tell(line, f"today's Ray has no `{name}` in `{module}`", is_error=True)
 
     def _look_for_attribute(self, node: cst.Attribute) -> None:
-        """Report a name in a module of Ray, such as `ray.data.range_table`, that no longer exists."""
+        """Report a name in a Ray module, such as `ray.data.range_table`, that no longer exists."""
         for found in self._meanings(node):
             if found.source is QualifiedNameSource.IMPORT and self._is_of_ray(found.name):
                 module, name = _behind_module_of_ray(found.name)
@@ -249,10 +249,13 @@ class OldNames(cst.CSTTransformer):
         return call
 
     def _moved(self, node: cst.Attribute) -> NewPlace | None:
-        """Return the new place of a dotted name of the old library, unless rewriting its import is enough.
+        """Return the new location of a dotted name of the old library, unless rewriting its import is enough.
 
-        It is not enough if the name is written in full from `ray` on, if it is in a module that stays Ray's, such as
-        `tune.Tuner`, or in a module whose submodules have moved elsewhere, such as `v2.backends.torch`.
+        Rewriting the import is not enough in three cases:
+
+        * the name is written in full, starting with `ray`;
+        * the name is in a module that stays Ray's, such as `tune.Tuner`;
+        * the name is in a module whose submodules have moved elsewhere, such as `v2.backends.torch`.
         """
         num_attributes = (helpers.get_full_name_for_node(node) or "").count(".")
         for found in sorted(self._meanings(node), key=lambda found: found.name):
@@ -266,7 +269,10 @@ class OldNames(cst.CSTTransformer):
         return None
 
     def _meanings(self, node: cst.BaseExpression) -> set[QualifiedName]:
-        """Return what a dotted name may refer to; nothing for other expressions, such as an attribute of a call."""
+        """Return the names that a dotted name may refer to.
+
+        Other expressions, such as an attribute of a call, have none.
+        """
         scope = self.get_metadata(ScopeProvider, node, None) if _is_dotted(node) else None
         return set(scope.get_qualified_names_for(node)) if scope is not None else set()
 
@@ -274,7 +280,7 @@ class OldNames(cst.CSTTransformer):
         return {self._paths.today(found.name) for found in self._meanings(node)}
 
     def _new_name(self, place: NewPlace | None, node: cst.CSTNode) -> str | None:
-        """Return the current place of a name, and report a name that no longer exists."""
+        """Return the current location of a name. Report a name that no longer exists."""
         if place is None:
             return None
         if place.new is None:
@@ -301,7 +307,7 @@ def _folders_of_ray() -> Sequence[str]:
 
 
 def _behind_module_of_ray(name: str) -> tuple[str, str]:
-    """Return the longest module of Ray in a dotted name, and the next part of the name, which may be empty."""
+    """Return the longest Ray module in a dotted name, and the next part of the name, which may be empty."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
         for root in _folders_of_ray():
@@ -324,7 +330,7 @@ def _dotted(name: str) -> cst.Name | cst.Attribute:
 
 
 def _import_of(module: str, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallStatement:
-    """Return an import statement for some of the names of another one."""
+    """Return an import statement for some of the names of another import statement."""
     names = [name.with_changes(comma=cst.MaybeSentinel.DEFAULT) for name in names]
     if module:
         return cst.ImportFrom(module=_dotted(module), names=names)

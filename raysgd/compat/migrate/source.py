@@ -1,4 +1,4 @@
-"""Rewrites the text of one program."""
+"""Rewrites the source code of one program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from raysgd.compat.paths import Paths
 from raysgd.core.files import replacing
 
 _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
-"""Found in every program that may need changes."""
+"""Matches every program that may need changes."""
 _WRITABLE = 0o222
 _OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|ray\.experimental\.sgd|raysgd")
-"""Found in programs for which `ray.util.iter` is the old one."""
+"""Matches programs in which `ray.util.iter` means the old module."""
 _LEFT_TO_RAY = (
     "`ray.train`, `ray.air` and `ray.tune` stay Ray's in this file, with the configs. Today's Ray takes the configs of "
     "`ray.train`, such as `ray.train.ScalingConfig`, and refuses those of `ray.air`"
@@ -31,13 +31,13 @@ _TRAINERS_BESIDE = ". To have the other trainers rewritten, move them to a file 
 
 @dataclass(frozen=True)
 class MigratedProgram:
-    """A program after it was rewritten.
+    """A rewritten program.
 
     Attributes:
-        before: The old text.
-        text: The new text; the old one if nothing was changed or it could not be read.
-        findings: Places that a person has to look at.
-        path: The file of the program.
+        before: The old source code.
+        text: The new source code. Same as `before` if nothing was changed or the program could not be read.
+        findings: Places that a person must check.
+        path: The program's file.
     """
 
     before: bytes
@@ -47,24 +47,24 @@ class MigratedProgram:
 
     @property
     def has_failed(self) -> bool:
-        """True if only a person can rewrite some of the program."""
+        """True if some of the program can be rewritten only by a person."""
         return any(finding.is_error for finding in self.findings)
 
     @property
     def has_changed(self) -> bool:
-        """True if there is something to write."""
+        """True if the source code has changed."""
         return self.before != self.text
 
     def diff(self) -> str:
-        """Return the change in the format of `git apply`."""
+        """Return the change as a diff that `git apply` accepts."""
         texts, name = (_lines(self.before), _lines(self.text)), str(self.path).lstrip("/")
         return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
 
     def replace_file(self) -> None:
-        """Replace the file, keeping its permissions.
+        """Replace the file, preserving its permissions.
 
         Raises:
-            OSError: It could not be written, and is unchanged.
+            OSError: The file could not be written and is unchanged.
         """
         if not self.path.stat().st_mode & _WRITABLE:
             raise PermissionError(f"`{self.path}` is read-only")
@@ -80,8 +80,8 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
     """Rewrite a program. A line that only a person can rewrite gets a comment.
 
     Args:
-        text: The content of the file.
-        ray_train: True if `ray.train` and `ray.air` mean the old library, and not current Ray.
+        text: The file's content.
+        ray_train: True if `ray.train` and `ray.air` mean the old library, not current Ray.
     """
     try:
         tree = ast.parse(text)  # first, because libcst crashes on very deeply nested code
@@ -118,7 +118,7 @@ def _left_to_ray(names: OldNames) -> Iterator[Finding]:
 
 
 def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Finding]) -> tuple[OldNames, cst.Module]:
-    program = MetadataWrapper(module, unsafe_skip_copy=True)  # safe, as the parser uses no node twice
+    program = MetadataWrapper(module, unsafe_skip_copy=True)  # safe, because the parser uses no node twice
     names = OldNames(program, source, paths, findings)
     changed = program.visit(names)
     uses_ray = names.dropped_ray and any(
@@ -128,7 +128,7 @@ def _rewritten(module: cst.Module, source: str, paths: Paths, findings: set[Find
 
 
 def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
-    """Return the program with more imports, after its first imports."""
+    """Return the program with additional imports, after its first imports."""
     first = int(module.get_docstring() is not None)
     last = first
     while last < len(module.body) and _is_import(module.body[last]):
@@ -145,7 +145,7 @@ def _with_imports(module: cst.Module, needs: Sequence[str]) -> cst.Module:
 
 
 def _imported(line: cst.CSTNode) -> Iterator[str]:
-    """Yield the modules that a line imports under their own names."""
+    """Yield the modules that a line imports without renaming them."""
     assert isinstance(line, cst.SimpleStatementLine)
     for statement in line.body:
         for alias in statement.names if isinstance(statement, cst.Import) else ():

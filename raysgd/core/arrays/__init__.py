@@ -1,1 +1,1 @@
-"""Arrays and batches without a framework: nesting, division, and joining."""
+"""Framework-independent operations on arrays and batches: nesting, splitting and concatenating."""

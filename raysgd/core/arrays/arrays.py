@@ -1,4 +1,4 @@
-"""Arrays and data frames as data for `train`, `validate` and `predict`."""
+"""Arrays and data frames as datasets for `train`, `validate` and `predict`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from raysgd.core.arrays.ray_batches import BatchForm, Columns
 
 @dataclass(frozen=True)
 class Arrays:
-    """Arrays or a data frame, and how their rows become batches.
+    """Arrays or a data frame, together with how their rows become batches.
 
-    The name of a column stands for the column itself; a list of names stands for one array with these columns.
+    A column name selects that column. A list of names selects one array with these columns.
 
     Args:
-        data: An array or tensor, a tuple or dict of them with one row for each sample, or a data frame of pandas.
-        batch_size: Number of rows in a batch of one worker, or with `split_batches=True` of all workers together. None
-            for `BATCH_SIZE` or "batch_size" of the config.
-        feature_columns: Columns of a dict or a data frame that the model gets.
-        label_column: Column that the model predicts. A batch is then a tuple of features and label.
-        shuffle: True for a different order in each pass.
-        drop_last: True to leave out a last step that is not full.
+        data: An array or tensor, a tuple or dict of arrays or tensors, or a pandas data frame. Each row is a sample.
+        batch_size: Number of rows in a batch of one worker; with `split_batches=True`, of all workers together.
+            Default: `BATCH_SIZE` or "batch_size" in the config.
+        feature_columns: Columns of a dict or data frame to pass to the model.
+        label_column: The column that the model predicts. A batch is then a tuple of features and label.
+        shuffle: True to shuffle the rows in each pass.
+        drop_last: True to skip an incomplete last step.
         transform: Called with each batch in the worker. Returns what `train_batch` gets.
 
     Raises:
-        TypeError: The data are something else.
+        TypeError: `data` has another type.
         ValueError: Another argument is wrong.
 
     Examples:
@@ -68,16 +68,16 @@ class Arrays:
 
 
 def is_frame(data: Any) -> bool:
-    """Return True if the data are a data frame of pandas."""
+    """Return True if the data is a pandas data frame."""
     return hasattr(data, "iloc") and hasattr(data, "columns")
 
 
 def check_columns(feature_columns: Any, data: Any) -> None:
-    """Check the names of columns for the data.
+    """Check that column names can be used with the data.
 
     Raises:
-        TypeError: They are not names.
-        ValueError: The data have no named columns.
+        TypeError: `feature_columns` are not names.
+        ValueError: The data has no named columns.
     """
     if feature_columns is not None and not isinstance(feature_columns, str | Iterable):
         raise TypeError(f"`feature_columns={feature_columns!r}`: need the name of a column, a list of names, or None.")
@@ -89,7 +89,7 @@ def check_columns(feature_columns: Any, data: Any) -> None:
 
 
 def is_of_arrays(data: Any) -> bool:
-    """Return True for an array or tensor, or a tuple or dict of these."""
+    """Return True for an array or tensor, or a tuple or dict of arrays or tensors."""
     if isinstance(data, tuple):
         return bool(data) and all(map(is_of_arrays, data))
     if isinstance(data, Mapping):
@@ -102,11 +102,11 @@ def _is_array(data: Any) -> bool:
 
 
 def as_arrays(data: Any, in_columns: bool = False) -> Any:
-    """Return the data as arrays that can be sliced by rows.
+    """Convert the data to arrays that can be sliced by rows.
 
     Args:
         data: Arrays, or a data frame.
-        in_columns: True to return a data frame as a dict of its columns; False for one array with its rows.
+        in_columns: True to convert a data frame to a dict of columns, False to convert it to one array of rows.
 
     Raises:
         ValueError: A data frame has a column that is not numeric.

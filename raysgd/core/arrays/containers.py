@@ -1,4 +1,4 @@
-"""Containers for the results of `predict`, of the same kind as the data."""
+"""Containers for the results of `predict`, which match the type of the data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from raysgd.core.arrays import trees
 
 PREDICTION = "prediction"
-"""Name of a result that needs a name and has none from `predict_batch`."""
+"""Name of a result that needs a name if `predict_batch` returned none."""
 
 _BLOCK_BYTES = 2**20
 
@@ -19,8 +19,8 @@ class ArrayContainer:
     """Returns the outputs as arrays.
 
     Args:
-        leaf: Converts each array for the user.
-        is_dict: True to return a dict, in which a single output gets a name.
+        leaf: Function that converts each array to the type that the user gets.
+        is_dict: True to return a dict. A single output is then stored under the key "prediction".
     """
 
     def __init__(self, leaf: Callable[[Any], Any] = trees.own, is_dict: bool = False) -> None:
@@ -47,7 +47,7 @@ class DataFrameContainer:
     """Returns the outputs as columns of a pandas data frame.
 
     Args:
-        index: Index of the data frame with the data.
+        index: Index of the data frame passed to `predict`.
     """
 
     def __init__(self, index: Any) -> None:
@@ -75,14 +75,14 @@ class DataFrameContainer:
 
 
 class RayDataContainer:
-    """Returns the outputs as a dataset of Ray Data, in Ray's object store instead of the driver's memory."""
+    """Returns the outputs as a Ray Data dataset, in Ray's object store instead of the driver's memory."""
 
     def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        """Return a dict of arrays for each batch, like `iter_batches`."""
+        """Return a dict of arrays for each batch, like Ray Data's `iter_batches`."""
         return ({name: trees.own(leaf) for name, leaf in named(output)} for output in outputs)
 
     def collect(self, outputs: Iterable[Any]) -> Any:
-        """Return a dataset."""
+        """Return a Ray Data dataset."""
         import ray
         import ray.data
 
@@ -91,11 +91,14 @@ class RayDataContainer:
 
 
 Container: TypeAlias = ArrayContainer | DataFrameContainer | RayDataContainer
-"""Turns the outputs of batches into the result of `predict`."""
+"""Converts the outputs of batches into the result of `predict`."""
 
 
 def named(output: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each array of an output with a name, such as `prediction`, `prediction_0`, `box.x`."""
+    """Yield a name and an array for each array of an output.
+
+    Names look like `prediction`, `prediction_0` or `box.x`.
+    """
     if isinstance(output, Mapping):
         for key, part in output.items():
             yield from ((_inside(str(key), name), leaf) for name, leaf in named(part))
@@ -113,7 +116,10 @@ def _inside(outer: str, inner: str) -> str:
 
 
 def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a leaf as columns. A matrix has one for each of its columns; larger arrays become one column of objects."""
+    """Yield an array as columns. A matrix becomes one column per matrix column.
+
+    Higher-rank arrays become a column of objects.
+    """
     shape: Sequence[int] = getattr(leaf, "shape", (len(leaf),))
     if len(shape) == 2 and shape[1] > 1:
         yield from ((f"{name}_{index}", leaf[:, index]) for index in range(shape[1]))
@@ -124,14 +130,14 @@ def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_frame(output: Any) -> Any:
-    """Return a block for Ray Data, which turns columns of arrays into tensors."""
+    """Return a block for Ray Data, which converts columns of arrays into tensors."""
     import pandas as pd
 
     return pd.DataFrame({name: leaf if np.ndim(leaf) < 2 else list(leaf) for name, leaf in named(output)})
 
 
 def _groups(outputs: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the outputs in groups that are large enough for a block."""
+    """Yield the outputs in groups that are large enough for one block."""
     group: list[Any] = []
     num_bytes = 0
     for output in outputs:

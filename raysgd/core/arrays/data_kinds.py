@@ -1,6 +1,6 @@
-"""Data that a call brings along: what divides it over the workers, and what each worker gets.
+"""Data passed to a call: how it is sharded across workers, and what each worker gets.
 
-ADR 79 explains why the driver does not cut the data into parts.
+ADR 79 explains why the driver does not split the data.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Kind = Literal["ray", "shards", "rows", "batches", "creator"]
 
 @dataclass(frozen=True)
 class DataPosition:
-    """The position in the data where a call stopped. It is valid for any number of workers.
+    """The position in the data where a call stopped. The position is valid for any number of workers.
 
     Attributes:
         pass_index: Index of the pass.
-        consumed: Number of samples of the pass that all workers have used.
-        state: Additional state of the source of the data.
+        consumed: Number of samples that all workers together have consumed in the pass.
+        state: Additional state of the data source.
     """
 
     pass_index: int
@@ -35,24 +35,28 @@ class DataPosition:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The position as a source of data loads it."""
+        """The position in the format that a data source loads."""
         return {"consumed": self.consumed, "pass_index": self.pass_index, "is_mid_pass": True, **self.state}
 
 
 @dataclass(frozen=True)
 class CallData:
-    """The data of one call; in a worker, its share.
+    """The data of one call. In a worker, the worker's shard.
 
     Attributes:
-        kind: Says what divides the data, and what `data` is.
-            "ray": Ray Data divides it. `data` is a `RayBatches`; in a worker a `RayShare`.
-            "shards": The data divides itself. `data` has `set_num_shards(n)` and `get_shard(i)`; in a worker it is a
-            shard. For all other kinds, every worker gets all of the data, and the library divides it there.
-            "rows": A function that makes a loader or a dataset of rows.
-            "batches": A loader, a dataset of batches or a stream.
-            "creator": The user's function, with its arguments.
-        data: The data, see `kind`.
-        place: Where the last call with the same data stopped; None for the beginning.
+        kind: Says how the data is sharded, and what `data` is.
+
+            * "ray": Ray Data shards it. `data` is a `RayBatches`; in a worker, a `RayShare`.
+            * "shards": The data shards itself. `data` has `set_num_shards(n)` and `get_shard(i)`; in a worker, it is a
+              shard.
+
+            For all other kinds, every worker gets all of the data, and the library shards it there:
+
+            * "rows": A function that creates a loader or a dataset of rows.
+            * "batches": A loader, a dataset of batches or a stream.
+            * "creator": The user's function, with its arguments.
+        data: The data; see `kind`.
+        place: Position where the last call with the same data stopped. None for the beginning.
     """
 
     kind: Kind
@@ -66,11 +70,14 @@ class CallData:
 
     @property
     def keeps_position(self) -> bool:
-        """True if workers can continue with their shares. Other data may be different each time."""
+        """True if workers can continue with their shards in the next call. Other data may differ each time."""
         return self.kind in ("ray", "creator") or getattr(self.data, "keeps_position", False)
 
     def shares(self, num_workers: int) -> list[CallData]:
-        """Return what each worker gets, by rank. If every worker gets all of the data, it is the same object."""
+        """Return the data for each worker, by rank.
+
+        If every worker gets all of the data, the same object is repeated.
+        """
         if self.kind == "ray":
             return [replace(self, data=share) for share in self.data.shares(num_workers)]
         if self.kind == "shards":
@@ -80,7 +87,7 @@ class CallData:
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the kind of data that needs no framework; None for other data."""
+    """Return the kind of framework-independent data, or None for other data."""
     if ray_batches(dataset) is not None:
         return "ray"
     if hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard"):
@@ -98,14 +105,14 @@ def is_whole(kind: Kind | None) -> bool:
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
-    """Return data that is the same in every framework, ready for workers; None for other data.
+    """Prepare framework-independent data for workers. Return None for other data.
 
     Args:
         dataset: The argument of the call.
-        config: The config of one worker.
+        config: The worker config.
 
     Raises:
-        ValueError: There is no batch size, or a wrong one.
+        ValueError: The batch size is missing or invalid.
     """
     kind = kind_of(dataset)
     if kind == "ray":
@@ -118,16 +125,16 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
 
 
 def size_in(config: Mapping[str, Any]) -> int | None:
-    """Return the batch size of one worker in its config, if there is one."""
+    """Return the per-worker batch size in a config, or None."""
     size = config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE))
     return None if size is None else check_count("config['batch_size']", size, "It is the number of rows in a batch.")
 
 
 def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
-    """Return the batch size of one worker: that of the data, or else that of its config.
+    """Return the per-worker batch size: `own` from the data if set, else the batch size in the config.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no batch size.
     """
     size = size_in(config) if own is None else own
     if size is None:
@@ -140,10 +147,10 @@ def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
 
 
 class RepeatedBatches:
-    """Batches that a function makes again for each pass.
+    """Iterates over batches, calling a function that recreates them for each pass.
 
     Args:
-        open_pass: Called at the beginning of each pass.
+        open_pass: Called at the start of each pass. Returns an iterator over its batches.
     """
 
     def __init__(self, open_pass: Callable[[], Iterator[Any]]) -> None:
@@ -154,10 +161,10 @@ class RepeatedBatches:
 
 
 def every_nth(batches: Any, rank: int, size: int) -> RepeatedBatches:
-    """Return this rank's batches of data that cannot be divided by samples. Each batch is used once.
+    """Return this rank's batches of data that cannot be sharded by sample. Each batch goes to one rank.
 
     Args:
-        batches: Yields the same batches on all workers.
+        batches: An iterable that yields the same batches on all workers.
         rank: Rank of this worker.
         size: Number of workers.
     """

@@ -1,8 +1,9 @@
-"""Division of a global batch over workers by uneven shares: arithmetic on counts, without any data.
+"""Arithmetic for splitting a global batch across workers, possibly unevenly. Works on counts, without any data.
 
-A global batch of any size can be divided over any number of workers. Each worker gets consecutive samples, lower ranks
-first. If a worker's share is larger than a cap, it takes several batches, whose gradients add up to one step. No batch
-has a single sample if another split exists, because layers such as batch normalization cannot train on one.
+A global batch of any size can be split across any number of workers. Each worker gets consecutive samples, lower ranks
+first. If a worker's part is larger than a cap, the worker takes several batches and accumulates their gradients into
+one step. No batch has a single sample if another split exists, because layers such as batch normalization cannot train
+on one sample.
 
 ADR 98 explains why the global batch keeps its size.
 """
@@ -15,12 +16,12 @@ from typing import NamedTuple
 
 
 class BatchShare(NamedTuple):
-    """One batch of one worker, as a part of a global batch.
+    """One worker's batch as a slice of a global batch.
 
     Attributes:
-        start: Its first sample, counted from the first one of the global batch.
-        stop: End of its samples (exclusive); equal to `start` if it has none.
-        num_together: Number of samples in the batches that all workers take at the same time.
+        start: Index of the first sample in the global batch.
+        stop: Index after the last sample. Equal to `start` if the batch is empty.
+        num_together: Total number of samples in the batches that all workers process at the same time.
     """
 
     start: int
@@ -30,13 +31,13 @@ class BatchShare(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedGlobalBatch:
-    """A global batch of logical shards, which are the same for any number of workers.
+    """A global batch split into logical shards, which are the same for any number of workers.
 
     Attributes:
         global_size: Number of samples of a full global batch.
         world_size: Number of workers.
-        num_shards: Number of shards. Each worker takes consecutive shards, one after the other.
-        cap: Largest number of samples in a shard; None without a limit.
+        num_shards: Number of shards. Each worker processes consecutive shards, one after the other.
+        cap: Largest number of samples in a shard; None for no limit.
 
     Examples:
         >>> [len(ShardedGlobalBatch(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
@@ -49,13 +50,13 @@ class ShardedGlobalBatch:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return the largest number of batches that a worker takes one after the other."""
+        """Return the maximum number of batches that a worker processes for one global batch."""
         return -(-self.num_shards // self.world_size)
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the shards of a global batch that `rank` takes: those with samples, or else one empty shard.
+        """Return the shards of a global batch that `rank` processes: its non-empty shards, or else one empty shard.
 
-        No worker gets more of them than `num_batches`, so there is room for the gradients of each.
+        No worker gets more than `num_batches` shards, so gradient buffers of that size always suffice.
         """
         stops = accumulate(even_shares(num_samples, self.num_shards, self.cap), initial=0)
         parts = [BatchShare(start, stop, num_samples) for start, stop in pairwise(stops) if start < stop]
@@ -65,7 +66,7 @@ class ShardedGlobalBatch:
 
 
 def even_counts(num_samples: int, num_shares: int) -> list[int]:
-    """Return shares that differ by at most one sample, larger ones first.
+    """Split a number of samples into counts that differ by at most one, larger counts first.
 
     >>> even_counts(18, 7)
     [3, 3, 3, 3, 2, 2, 2]
@@ -75,12 +76,12 @@ def even_counts(num_samples: int, num_shares: int) -> list[int]:
 
 
 def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> list[int]:
-    """Return even shares, but none with a single sample if another split exists: batch normalization refuses one.
+    """Split samples evenly, but avoid single-sample shares if possible, because batch normalization rejects them.
 
     Args:
-        num_samples: Number of samples to divide.
-        num_shares: Number of shares. The last ones may be empty.
-        most: Largest number of samples in a share; None without a limit.
+        num_samples: Number of samples to split.
+        num_shares: Number of shares. The last shares may be empty.
+        most: Largest number of samples in a share; None for no limit.
 
     >>> even_shares(5, 3), even_shares(5, 3, most=2)
     ([3, 2, 0], [2, 2, 1])
@@ -93,12 +94,12 @@ def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> l
 
 @dataclass(frozen=True)
 class Division:
-    """The division of global batches over workers.
+    """Splits global batches across workers.
 
     Attributes:
         global_size: Number of samples of a full global batch, all workers together.
         world_size: Number of workers.
-        cap: Largest number of samples in a batch of one worker; None without a limit.
+        cap: Largest number of samples in a batch of one worker; None for no limit.
 
     Examples:
         >>> Division(global_size=18, world_size=7).counts(18)
@@ -112,16 +113,19 @@ class Division:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return how many batches, one after the other, each worker takes for a global batch; at least 1."""
+        """Return the number of batches that each worker processes in sequence for a global batch; at least 1."""
         largest = -(-num_samples // self.world_size)
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
     def counts(self, num_samples: int) -> list[int]:
-        """Return how many samples of a global batch each worker gets."""
+        """Return each worker's number of samples in a global batch."""
         return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the batches that `rank` takes for a global batch, one after the other, as many as any other rank."""
+        """Return the batches of a global batch that `rank` processes in sequence.
+
+        Every rank has the same number of batches.
+        """
         batches = self._batches(num_samples)
         together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))

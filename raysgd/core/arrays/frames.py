@@ -1,4 +1,4 @@
-"""Columns of sharded data frames: the common part of `TorchMLDataset` and `TFMLDataset`."""
+"""Columns of sharded data frames: shared code of `TorchMLDataset` and `TFMLDataset`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 Column = tuple[Any, Any, Any]
-"""Name of a column, its shape in a row, and its type. None stands for the framework's usual shape or type."""
+"""A column's name, its shape in a row, and its type. None stands for the framework's default shape or type."""
 
 
 class ShardedFrames(ABC):
-    """Holds sharded data frames (a `raysgd.util.data.MLDataset`), and which of their columns are used.
+    """Holds sharded data frames (a `raysgd.util.data.MLDataset`), and the selection of columns to use.
 
     The docstrings of the subclasses explain the arguments.
 
     Raises:
-        AssertionError: A list is not as long as `feature_columns`, or no column is named.
+        AssertionError: A list's length differs from that of `feature_columns`, or no column is named.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ShardedFrames(ABC):
 
     @abstractmethod
     def _check(self, name: Any, shape: Any, kind: Any) -> None:
-        """Refuse a column that cannot become an array of the framework."""
+        """Raise an error for a column that cannot become an array of the framework."""
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Divide the data again if the number of shards differs."""
+        """Repartition the data if the number of shards differs."""
         if num_shards != self._ds.num_shards():
             self._ds = self._ds.repartition(num_shards)
 
@@ -53,7 +53,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _one_each(name: str, given: Any, number: int) -> list[Any]:
-    """Return one entry for each column. If there is one column, a tuple of numbers is its shape."""
+    """Return one entry per column. For a single column, a tuple of integers is its shape."""
     if given is None:
         return [None] * number
     is_shape = isinstance(given, tuple) and number == 1 and all(isinstance(size, int) for size in given)

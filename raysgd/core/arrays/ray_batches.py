@@ -1,7 +1,7 @@
-"""Datasets of Ray Data as the data of replicas: batches in the order of the rows, dealt to the workers one by one.
+"""Ray Data datasets as the data of replicas: batches in row order, dealt to the workers one by one.
 
-Every row is in one batch of one worker. With `preserve_order`, the batches of a step contain the same rows as the step
-of one process with a larger batch.
+Every row is in one batch of one worker. With `preserve_order`, the batches of a step contain the same rows as a step of
+a single process with a larger batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Columns = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How rows become batches; see `RayBatches`."""
+    """How rows become batches. See `RayBatches`."""
 
     batch_size: int | None
     feature_columns: Columns
@@ -33,7 +33,7 @@ class BatchForm:
 
     @property
     def columns(self) -> list[str] | None:
-        """Names of all columns that are used; None for all columns."""
+        """Names of all columns in use. None for all columns."""
         if self.feature_columns is None:
             return None
         return [*_listed(self.feature_columns), *_listed(self.label_column)]
@@ -44,29 +44,29 @@ def _listed(columns: Columns) -> list[str]:
 
 
 PLAIN_FORM = BatchForm(None, None, None, None, 1)
-"""Batches that contain the columns, or the arrays, unchanged."""
+"""The form of batches that contain the columns or arrays unchanged."""
 
 
 @dataclass(frozen=True)
 class RayBatches:
-    """A dataset of Ray Data whose rows become batches: for `register_data`, and for `train(dataset=...)`.
+    """A Ray Data dataset, together with how its rows become batches. For `register_data` and `train(dataset=...)`.
 
-    The name of a column stands for the column itself; a list of names stands for one array with these columns.
+    A column name selects that column. A list of names selects one array with these columns.
 
     Args:
         dataset: The dataset.
-        batch_size: Number of rows in a batch of one worker. None for `BATCH_SIZE` or "batch_size" of the config.
-        feature_columns: Columns that the model gets. Needs `label_column`. Without both, a batch is a dict of all
+        batch_size: Number of rows in a batch of one worker. Default: `BATCH_SIZE` or "batch_size" in the config.
+        feature_columns: Columns to pass to the model. Requires `label_column`. Without both, a batch is a dict of all
             columns.
-        label_column: Column that the model predicts. A batch is then a tuple of features and label.
+        label_column: The column that the model predicts. A batch is then a tuple of features and label.
         transform: Called with each batch in the worker. Returns what `train_batch` gets.
-        preserve_order: True to keep the rows in the order of the dataset. Otherwise Ray Data may work faster.
-        prefetch_batches: How many batches are made in advance.
-        batches_per_block: How many batches are dealt to a worker at a time. More of them reduce Ray's cost per row, but
-            the batches of a step then contain other rows than the step of one process.
+        preserve_order: True to preserve the dataset's row order. With False, Ray Data may be faster.
+        prefetch_batches: Number of batches to prefetch.
+        batches_per_block: Number of batches dealt to a worker at a time. More batches reduce Ray's overhead per row,
+            but a step then contains different rows than a step of a single process.
 
     Raises:
-        TypeError: The dataset is not one of Ray Data.
+        TypeError: `dataset` is not a Ray Data dataset.
         ValueError: Another argument is wrong.
 
     Examples:
@@ -103,10 +103,10 @@ class RayBatches:
         )
 
     def sized(self, config: Mapping[str, Any]) -> RayBatches:
-        """Return the batches with a batch size, if necessary that of a worker's config.
+        """Return a copy with a batch size, taken from the config if it is not set here.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no batch size.
         """
         if self.batch_size is not None:
             return self
@@ -119,7 +119,7 @@ class RayBatches:
         return replace(self, batch_size=size)
 
     def shares(self, num_workers: int) -> list[RayShare]:
-        """Return what each worker reads, by rank. All workers have to read at the same time."""
+        """Split the dataset into one shard per worker, by rank. All workers must read at the same time."""
         if num_workers == 1:
             iterators = [self._ordered(self.dataset).iterator()]
         else:
@@ -127,7 +127,7 @@ class RayBatches:
         return [RayShare(iterator, self.form) for iterator in iterators]
 
     def _in_blocks(self) -> Any:
-        """Return the dataset in blocks of whole batches. Ray deals whole blocks to the worker with the fewest rows."""
+        """Return the dataset in blocks of whole batches. Ray deals each block to the worker with the fewest rows."""
         repartition = self.dataset.repartition
         if "strict" not in inspect.signature(repartition).parameters:
             import ray
@@ -149,10 +149,10 @@ class RayBatches:
 
 @dataclass(frozen=True)
 class RayShare:
-    """The batches of one worker, repeated in each pass.
+    """One worker's shard of the batches. Each pass iterates over it again.
 
     Args:
-        iterator: Ray's iterator over them.
+        iterator: Ray's iterator over the shard.
         form: How rows become batches.
     """
 
@@ -160,7 +160,7 @@ class RayShare:
     form: BatchForm
 
     def arrays(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the batches of a pass as dicts of NumPy arrays."""
+        """Yield the batches of one pass as dicts of NumPy arrays."""
         form = self.form
         yield from self.iterator.iter_batches(
             batch_size=form.batch_size, batch_format="numpy", prefetch_batches=form.prefetch_batches
@@ -168,19 +168,19 @@ class RayShare:
 
 
 Convert = Callable[[Mapping[str, Any], BatchForm], Any]
-"""Makes a batch of the framework from arrays."""
+"""Converts a dict of arrays into a batch of the framework."""
 
 
 class RayLoader:
-    """The loader of a registered dataset, of which the driver gives this worker a share.
+    """The loader of a registered dataset. The driver assigns this worker a shard of the dataset.
 
     Args:
         batches: The registered dataset, with its batch size.
-        world: This worker's place among those that share the dataset.
-        convert: Makes a batch of the framework from arrays.
+        world: This worker's rank and the number of workers that share the dataset.
+        convert: Converts arrays into a batch of the framework.
 
     Attributes:
-        iterator: Ray's iterator over this worker's share; None before the driver has divided the dataset.
+        iterator: Ray's iterator over this worker's shard. None before the driver has split the dataset.
     """
 
     def __init__(self, batches: RayBatches, world: World, convert: Convert) -> None:
@@ -205,14 +205,14 @@ class RayLoader:
 
 
 def ray_batches(data: Any) -> RayBatches | None:
-    """Return `data` as batches of Ray Data; None if it is something else."""
+    """Return `data` as a `RayBatches`, or None if it is not a Ray Data dataset."""
     if isinstance(data, RayBatches):
         return data
     return RayBatches(data) if is_of_ray(data) else None
 
 
 def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
-    """Return the datasets that the driver has to divide, without their transforms."""
+    """Return the datasets that the driver must split, without their transforms."""
     return {
         name: replace(loader.batches, transform=None)
         for name, loader in loaders.items()
@@ -221,14 +221,14 @@ def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
 
 
 def chosen(batch: Mapping[str, Any], columns: Columns, join: Callable[[list[Any]], Any]) -> Any:
-    """Return the column with a name, or the joined columns of a list of names."""
+    """Return the column with the given name, or for a list of names, the joined columns."""
     if isinstance(columns, str):
         return _column(batch, columns)
     return join([_column(batch, name) for name in columns or ()])
 
 
 def stacked(values: Any) -> Any:
-    """Return a column as one NumPy array, even if each of its values is an array."""
+    """Return a column as one NumPy array, even if each value is an array."""
     values = np.asarray(values)
     if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
         return np.stack(list(values))
@@ -236,12 +236,12 @@ def stacked(values: Any) -> Any:
 
 
 def formed(columns: Any, form: BatchForm, join: Callable[[list[Any]], Any]) -> Any:
-    """Return the batch for these columns, or for arrays without names.
+    """Convert columns, or arrays without names, into a batch.
 
     Args:
-        columns: Arrays of the framework.
-        form: How they become a batch.
-        join: Joins columns into one array.
+        columns: Arrays of the framework, keyed by name or not.
+        form: How the columns become a batch.
+        join: Joins several columns into one array.
     """
     batch = columns
     if form.feature_columns is not None:

@@ -1,4 +1,4 @@
-"""Checks of Ray Data datasets, for all front ends."""
+"""Checks of Ray Data datasets, used by all front ends."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ logger = logging.getLogger(__name__)
 
 
 def is_of_ray(dataset: Any) -> bool:
-    """Return True if it is a dataset of Ray Data."""
+    """Return True for a Ray Data dataset."""
     return hasattr(dataset, "streaming_split")
 
 
 def with_own_options(dataset: Any) -> Any:
-    """Return a copy of the dataset whose execution options can be changed without changing the user's."""
+    """Return a copy of the dataset, so that its execution options can change without affecting the user's dataset."""
     import ray
 
     return ray.get(ray.put(dataset))
 
 
 def are_cpus_free() -> bool:
-    """Return True if a CPU is free for the tasks of Ray Data. If not, log what may happen."""
+    """Return True if a CPU is free for the tasks of Ray Data. Otherwise, log a warning."""
     import ray
 
     if ray.available_resources().get("CPU", 0) >= 1:

@@ -1,6 +1,6 @@
-"""Arrays in nested tuples and dicts, as `predict` takes and returns them. Pure functions.
+"""Functions on arrays in nested tuples and dicts, as `predict` accepts and returns them. All are pure.
 
-A list is a leaf, with one entry for each row.
+A list is a leaf with one entry per row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf with its name. The name of the tree itself is empty."""
+    """Yield the name and value of each leaf. The root's name is empty."""
     if isinstance(tree, Mapping):
         for key, part in tree.items():
             yield from leaves(part, f"{name}[{key!r}]")
@@ -34,14 +34,14 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nbytes(tree: Any) -> int:
-    """Return the number of bytes of the arrays. An entry of a list counts like one number."""
+    """Return the total size of the arrays in bytes. A value without a size counts as 8 bytes."""
     if isinstance(tree, list):
         return sum(nbytes(part) for part in tree)
     return sum(int(getattr(leaf, "nbytes", 8)) for _, leaf in leaves(tree))
 
 
 def rows_of(leaf: Any) -> int | None:
-    """Return the number of rows of a leaf; None if it has no rows."""
+    """Return the number of rows of a leaf, or None if it has no rows."""
     shape = getattr(leaf, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else None
@@ -49,10 +49,10 @@ def rows_of(leaf: Any) -> int | None:
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """Join the rows of all trees, in order.
+    """Concatenate the rows of all trees, in order.
 
     Raises:
-        ValueError: Their structures differ.
+        ValueError: The trees have different structures.
     """
     first = trees[0]
     if isinstance(first, Mapping):
@@ -81,5 +81,5 @@ def _check_alike(trees: Sequence[Any], kind_of: Callable[[Any], Any]) -> None:
 
 
 def own(leaf: Any) -> Any:
-    """Return an array that its owner may change. Arrays from Ray are shared and read-only, so they are copied."""
+    """Return an array that the caller may modify. Arrays from Ray are shared and read-only, so they are copied."""
     return leaf.copy() if isinstance(leaf, np.ndarray) and not leaf.flags.writeable else leaf

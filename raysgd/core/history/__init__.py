@@ -1,1 +1,1 @@
-"""Measurements by epoch, as numbers, text and cards."""
+"""Measurements by epoch: values, text and cards."""

@@ -1,7 +1,8 @@
-"""Adds up the time that replicas report, to the time of every rank since the trainer started.
+"""Adds up the time that replicas report into the time of every rank since the trainer started.
 
-Ranks outlive processes: if a process is lost, another one takes its rank. What the lost process reported stays in the
-account of the rank. The time without a process counts as recovery if a training call waited for it.
+Ranks outlive processes: if a process is lost, another process takes over its rank. The time that the lost process
+reported stays in the rank's account. The time without a process counts as recovery if a training call was waiting for
+it.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class _Account:
     """The time of one rank.
 
     Attributes:
-        since: When the rank first existed, on the clock of the driver.
+        since: When the rank first existed, on the driver's clock.
         seconds: Seconds by bin.
-        newest: The last report of its present process.
-        waited_in: The bin for the time until this process had the rank.
+        newest: The last report of the rank's current process.
+        waited_in: The bin for the time until the current process took over the rank.
     """
 
     since: float
@@ -74,7 +75,7 @@ class Accounts:
     """Adds up the time that replicas report.
 
     Args:
-        clock: Returns seconds. Only differences are used.
+        clock: Returns the time in seconds. Only differences are used.
         used: Options that the user already sets, so that warnings do not recommend them.
 
     Examples:
@@ -91,22 +92,22 @@ class Accounts:
         self._accounts: dict[int, _Account] = {}
         self._known: dict[str, TimeSpent] = {}
         self._has_trained = self._is_over = False
-        self._call = math.inf, math.inf  # when the last training call began and ended
+        self._call = math.inf, math.inf  # when the last training call started and ended
         self._waited_s = 0.0
         self._once = Once()
         self._lock = threading.Lock()  # `status` may be called from any thread
 
     def begin_call(self) -> None:
-        """Note that a training call begins."""
+        """Record that a training call has started."""
         self._has_trained, self._call = True, (self._clock(), math.inf)
 
     def end_call(self) -> None:
-        """Note that a training call has ended, and that its ranks have reported their time."""
+        """Record that a training call has ended. Its ranks must have reported their time."""
         self._call = self._call[0], self._clock()
 
     @contextmanager
     def waiting_for_validation(self) -> Iterator[None]:
-        """Count the time of the block as waiting: all ranks wait for a validation that runs elsewhere."""
+        """Count the time of the block as waiting, because all ranks wait for a validation that runs elsewhere."""
         began = self._clock()
         try:
             yield
@@ -114,12 +115,12 @@ class Accounts:
             self._waited_s += self._clock() - began
 
     def kept(self) -> Any:
-        """Return the reports of the ranks, for accounts in another process."""
+        """Return the contents of the accounts, to continue them in another process."""
         with self._lock:
             return time.time(), self._clock(), dict(self._accounts), dict(self._known), self._waited_s
 
     def take_over(self, kept: Any) -> None:
-        """Continue the accounts of another process. Its clock may differ."""
+        """Continue the accounts of another process, whose clock may differ."""
         at, read, self._accounts, self._known, self._waited_s = kept
         later_s = self._clock() - read - (time.time() - at)
         for account in self._accounts.values():
@@ -131,17 +132,17 @@ class Accounts:
             return {rank: seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
 
     def note_end(self) -> None:
-        """Note that the trainer was shut down."""
+        """Record that the trainer was shut down."""
         self._is_over = True
 
     def note_times(self, told: Mapping[int, Heartbeat]) -> None:
-        """Take in the times that ranks report, if they measure them."""
+        """Record the times that ranks report, if the ranks measure them."""
         with self._lock:
             now = self._clock()
             for rank, heartbeat in told.items():
                 if heartbeat.time is not None:
                     self._note(rank, heartbeat.time, now)
-            for heartbeat in told.values():  # only after all: two ranks may have changed places
+            for heartbeat in told.values():  # after all ranks, because two of them may have switched processes
                 spent = heartbeat.time
                 before = None if spent is None else self._known.get(spent.of)
                 if spent is not None and (before is None or spent.total_s > before.total_s):
@@ -153,35 +154,35 @@ class Accounts:
             account = self._accounts[rank] = _Account(now - spent.total_s if self._known else self._began)
         before = self._known.get(spent.of)
         if before is not None and spent.total_s <= before.total_s:
-            return  # an old report, or one that a later one has overtaken
+            return  # an outdated report
         if account.newest is None or account.newest.of != spent.of:
             self._change_hands(account, spent, before, now)
         for name in BINS:
             account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
         account.newest = spent
-        late_s = account.told_until - now  # a process reported late for the first time, so some time was counted twice
+        late_s = account.told_until - now  # the process's first report was late, so some time was counted twice
         for name in (account.waited_in, DRIVER) if late_s > 0 else ():
             taken = min(late_s, account.seconds[name])
             account.seconds[name] -= taken
             late_s -= taken
 
     def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
-        """Count the time until another process got the rank, and the steps that the failure undid."""
+        """Account for the time until a new process took over the rank, and for steps that the failure undid."""
         last = account.newest
-        if last is not None and not spent.is_successor and before is None:  # it continues from a snapshot
+        if last is not None and not spent.is_successor and before is None:  # the process continues from a snapshot
             account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
         own_s = spent.total_s - (before.total_s if before is not None else 0.0)
         since, until = account.told_until, max(account.told_until, now - own_s)
         in_call_s = max(0.0, min(until, self._call[1]) - max(since, self._call[0]))
-        waited_s = until - since if last is None else in_call_s  # between calls, no one waits for a rank
+        waited_s = until - since if last is None else in_call_s  # between calls, nothing waits for a rank
         account.waited_in = START_UP if last is None else REPLACE
         account.seconds[account.waited_in] += waited_s
         account.seconds[DRIVER] += until - since - waited_s
 
     def ledger(self, num_ranks: int | None = None) -> TimeLedger:
-        """Return what the time was spent on. Ranks from `num_ranks` on are gone; their reports stay."""
+        """Return what the time was spent on. Ranks from `num_ranks` up are gone, but their reports still count."""
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
-        for seconds in ranks.values():  # ranks cannot know the reason, and report it as time without calls
+        for seconds in ranks.values():  # ranks do not know the reason, and report it as time without calls
             waited_s = min(self._waited_s, seconds[DRIVER])
             seconds[DRIVER] -= waited_s
             seconds[VALIDATION_WAIT] += waited_s
@@ -205,7 +206,7 @@ class Accounts:
         return notes
 
     def warn(self) -> None:
-        """Log, once, the largest avoidable cost of training if it is large."""
+        """Log the largest avoidable cost of training, once, if it is large."""
         ledger = self.ledger()
         found = ledger.largest_avoidable()
         if found is None or found[1] <= _WARN_ABOVE or ledger.training_s < _WARN_AFTER_S * len(ledger.ranks):

@@ -1,4 +1,4 @@
-"""Exports the numbers of `trainer.status()` as Ray metrics. Without Ray, nothing is exported."""
+"""Exports the values of `trainer.status()` as Ray metrics. Without Ray, nothing is exported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.core.engine.shared.time_spent import BINS
 from raysgd.core.engine.status import TrainerStatus
 
-_PAUSE_S = 0.9  # a bit less than the time between two polls of the workers
+_PAUSE_S = 0.9  # slightly less than the time between two polls of the workers
 _NOBODY = -1
 
 
@@ -51,16 +51,16 @@ _NUMBERS: dict[str, tuple[str, Callable[[TrainerStatus], float | None]]] = {
         for name, words in BINS.items()
     },
 }
-"""By name: the description, and a function that returns the number from a status, or None if it is not known."""
+"""For each metric name, its description and a function that reads its value from a status, or None if unknown."""
 
 _ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second")
 
 
 class Gauges:
-    """Exports the numbers of one trainer, at most once a second.
+    """Exports the metrics of one trainer, at most once a second.
 
     Args:
-        trainer: Identifies the trainer among others in the same metrics.
+        trainer: Tag that identifies the trainer in the metrics.
     """
 
     def __init__(self, trainer: str) -> None:
@@ -70,7 +70,7 @@ class Gauges:
         self._num_events = -1
 
     def report(self, num_events: int, read: Callable[[], TrainerStatus]) -> None:
-        """Export the numbers, unless that happened a moment ago and there were no new events."""
+        """Export the metrics, unless they were exported less than a second ago and there are no new events."""
         now = time.monotonic()
         if (now < self._due and num_events == self._num_events) or not _is_ray_up():
             return
@@ -82,7 +82,7 @@ class Gauges:
                 self._gauge(name).set(value, self._tags)
 
     def report_end(self) -> None:
-        """Export that there are no workers any more, if workers were exported before."""
+        """Export that there are no workers anymore, if workers were exported before."""
         if _is_ray_up():
             for name in _ZERO_AT_THE_END:
                 if name in self._gauges:

@@ -41,6 +41,8 @@ class CallRecord:
         seconds: How long it took, including recoveries.
         num_workers: Number of workers at its end.
         of_fit: True if `fit` made the call as part of an epoch. False for calls of callbacks.
+        step: For a validation inside an epoch (`validate_every_n_steps`), the number of batches that each worker had
+            trained on, as `global_step` counts them. 0 for all other calls.
     """
 
     kind: Kind
@@ -50,6 +52,7 @@ class CallRecord:
     seconds: float
     num_workers: int
     of_fit: bool = False
+    step: int = 0
 
 
 class HistoryLimits(NamedTuple):
@@ -118,7 +121,7 @@ class History(Sequence[dict[str, Any]]):
         return readable.names_in(self._rows)
 
     def add(self, record: CallRecord, row: dict[str, Any] | None = None) -> None:
-        """Add a call. A call of `train` starts a row, a call of `validate` completes it.
+        """Add a call. A call of `train` starts a row, a call of `validate` after the epoch completes it.
 
         Args:
             record: The call.
@@ -129,7 +132,7 @@ class History(Sequence[dict[str, Any]]):
         if record.kind == "train":
             told = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
             self._rows.append({**told, **record.metrics, **told})
-        elif record.kind == "validation":
+        elif record.kind == "validation" and not record.step:
             validation = {validation_name(name): value for name, value in record.metrics.items()}
             row.update(validation, val_seconds=record.seconds)
 
@@ -348,9 +351,16 @@ class CallRecorder:
         self._lock = threading.Lock()
 
     def record(
-        self, kind: Kind, result: Any, began_at: float, seconds: float, num_workers: int, of_fit: bool = False
+        self,
+        kind: Kind,
+        result: Any,
+        began_at: float,
+        seconds: float,
+        num_workers: int,
+        of_fit: bool = False,
+        inside: tuple[int, int] | None = None,
     ) -> None:
-        """Add a call of a trainer with so many workers."""
+        """Add a call of a trainer with so many workers. `inside` has the epoch and the step of a validation inside."""
         if kind == "train" and self.told_s is not None:  # the earlier process may have begun it
             missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
             began_at, seconds = began_at - missed_s, seconds + missed_s
@@ -359,7 +369,8 @@ class CallRecorder:
             epoch = metrics.get("epoch") if kind == "train" else None
             if not isinstance(epoch, int):
                 epoch = self.trained if kind == "train" else self._epoch
-            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit), None)
+            epoch, step = (epoch, 0) if inside is None else inside
+            self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
         """Return a function that adds a validation on a spare to the present row, even if later calls end first."""
@@ -390,16 +401,21 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Decorate a method of a trainer: record each successful call in `_recorder`. `fit` passes `of_fit=True`."""
+    """Decorate a method of a trainer: record each successful call in `_recorder`.
+
+    `fit` passes `of_fit=True`, and for a validation inside an epoch `inside`, its epoch and step.
+    """
 
     def decorate(method: Method) -> Method:
         @wraps(method)
-        def call(trainer: Any, /, *args: Any, of_fit: bool = False, **kwargs: Any) -> Any:
+        def call(
+            trainer: Any, /, *args: Any, of_fit: bool = False, inside: tuple[int, int] | None = None, **kwargs: Any
+        ) -> Any:
             began_at, began = time.time(), time.perf_counter()
             result = method(trainer, *args, **kwargs)
             recorder: CallRecorder = trainer._recorder
             seconds = time.perf_counter() - began
-            recorder.record(kind, result, began_at, seconds, trainer._controller.num_workers, of_fit)
+            recorder.record(kind, result, began_at, seconds, trainer._controller.num_workers, of_fit, inside)
             return result
 
         return cast("Method", call)

@@ -1,4 +1,4 @@
-"""Numbers, durations, rows of metrics and events as people read them."""
+"""Formats numbers, durations, rows of metrics and events for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEVER_SHOWN = ("started", "restarted")
 
 
 def number(value: Any) -> str:
-    """Return a metric with four digits.
+    """Format a metric with four significant digits.
 
     Examples:
         >>> [number(value) for value in (0.25, 1 / 3, 12345.678, 7, 0.0000123, float("nan"), True, "a")]
@@ -36,7 +36,7 @@ def number(value: Any) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a duration as text.
+    """Format a duration.
 
     Examples:
         >>> [seconds(value) for value in (0.0004, 0.25, 3.21, 59.99, 75, 4020, 90000)]
@@ -53,7 +53,7 @@ def seconds(value: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Return a throughput as text.
+    """Format a throughput.
 
     Examples:
         >>> [rate(value) for value in (0.5, 12.3, 894.8, 4321, 1234567)]
@@ -65,7 +65,7 @@ def rate(per_second: float) -> str:
 
 
 def counted(how_many: int, thing: str, things: str | None = None) -> str:
-    """Return a number with its noun.
+    """Return a count followed by its noun in singular or plural.
 
     Examples:
         >>> counted(1, "epoch"), counted(2, "epoch"), counted(0, "failure", "failures")
@@ -75,13 +75,16 @@ def counted(how_many: int, thing: str, things: str | None = None) -> str:
 
 
 def failures(events: Iterable[Any]) -> list[str]:
-    """Return the number of failures of workers among these events, in words; empty if there are none."""
+    """Return a list with a phrase that counts the worker failures among these events.
+
+    The list is empty if there are no failures.
+    """
     number = sum(event.is_failure for event in events)
     return [f"{counted(number, 'failure', 'failures')} of workers"] if number else []
 
 
 def samples_per_s(row: Mapping[str, Any]) -> float | None:
-    """Return the throughput of a row, or of the metrics and `seconds` of a call; None if it is not known."""
+    """Return the throughput of a row, or of a call's metrics and `seconds`. Return None if it is unknown."""
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
     if not is_real(num_samples) or not is_real(took) or not took:
         return None
@@ -89,7 +92,7 @@ def samples_per_s(row: Mapping[str, Any]) -> float | None:
 
 
 def is_real(value: Any) -> bool:
-    """Return True for a number that can be drawn: not NaN or infinity, nor an integer too large for a float."""
+    """Return True for a number that can be plotted: not NaN or infinite, nor an integer too large for a float."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -104,17 +107,19 @@ def is_metric(name: str, value: Any) -> bool:
 
 
 def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return all names in rows, in the order of their first appearance."""
+    """Return all names in the rows, in order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the metrics to show, in the order of their first appearance."""
+    """Return the names of the metrics to show, in order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name, value in row.items() if is_metric(name, value)))
 
 
 def most_telling(names: Iterable[str], most: int) -> list[str]:
-    """Return at most `most` metrics: validation before training, losses before others. Their order stays.
+    """Return the `most` most informative metrics in their original order.
+
+    Validation precedes training, and losses precede other metrics.
 
     Examples:
         >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)
@@ -128,7 +133,7 @@ def most_telling(names: Iterable[str], most: int) -> list[str]:
 
 
 def chosen(row: Mapping[str, Any], metrics: Collection[str] | None) -> dict[str, Any]:
-    """Return the entries of a row to show: these metrics, or all if None."""
+    """Return the entries of a row to show: the given metrics, or all metrics for None."""
     if metrics is None:
         return {name: value for name, value in row.items() if is_metric(name, value)}
     return {name: row[name] for name in metrics if name in row}
@@ -151,7 +156,7 @@ def unknown(name: str, known: Iterable[str]) -> str:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the cells of a table of the last epochs, with these metrics and the time."""
+    """Return the header and cells of a table of the last `most` epochs, with the given metrics and the time."""
     table = []
     for place, row in [*enumerate(rows, start=1)][-most:]:
         values = [number(row[name]) if row.get(name) is not None else "" for name in names]
@@ -163,6 +168,6 @@ def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int)
 
 
 def event_lines(events: Iterable[GroupEvent]) -> list[str]:
-    """Return the events that changed the work, failures and resizes, each with the time of day of its end."""
+    """Return the failures, resizes and similar events as lines, each with the time of day when it ended."""
     shown = [event for event in events if event.kind not in _NEVER_SHOWN]
     return [f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event}" for event in shown]

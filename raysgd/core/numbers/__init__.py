@@ -1,1 +1,1 @@
-"""Numbers: averages, timers, merged results, rankings."""
+"""Averages, timers, merged results and rankings."""

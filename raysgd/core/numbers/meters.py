@@ -1,8 +1,8 @@
-"""Averages over the batches of one pass, kept as sums and weights, so that they can be merged across workers exactly.
+"""Averages over the batches of one pass, stored as sums and weights so that they can be merged exactly across workers.
 
-Guarantees: a mean is a float64 sum, divided once by its weight. A value that is not a number raises. A tensor on a
+A mean is a float64 sum that is divided once by its weight. A value that is not a number raises an error. A tensor on a
 device is not read in the batch that produced it, because the host would wait for the device. A summary is a plain dict
-of means for its readers, and also has the sums and weights.
+of means that also carries the sums and weights.
 
 Nothing here imports a framework. The caller passes functions that read tensors and capture metric objects.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 BATCH_WEIGHT = "batch_weight"
 _WEIGHT_OF = f"{BATCH_WEIGHT}_of_"
-# Number of tensors per metric that may wait to be read: reading waits for the device, and keeping takes its memory.
+# Number of tensors per metric that may be pending. Reading them waits for the device, and storing them uses its memory.
 MAX_PENDING = 256
 BATCH_COUNT = "batch_count"
 NUM_SAMPLES = "num_samples"
@@ -27,7 +27,7 @@ _TAKEN = frozenset({"epoch", "seconds", "num_workers", BATCH_COUNT})
 
 
 def refuse_taken(name: Any) -> None:
-    """Refuse a metric with a name that the library reports itself.
+    """Raise an error for a metric whose name the library itself reports.
 
     Raises:
         ValueError: The name is taken.
@@ -37,21 +37,21 @@ def refuse_taken(name: Any) -> None:
 
 
 def weight_of(name: Any) -> str:
-    """Return the name under which a batch reports the weight of one metric."""
+    """Return the key under which a batch reports one metric's weight."""
     return f"{_WEIGHT_OF}{name}"
 
 
 def is_weight(name: Any) -> bool:
-    """Return True if this is the name of a weight, not of a metric."""
+    """Return True if this is the key of a weight, not the name of a metric."""
     return name == BATCH_WEIGHT or str(name).startswith(_WEIGHT_OF)
 
 
 def as_weight(name: str, value: Any) -> float:
-    """Return the weight of a batch as a number.
+    """Return a batch's weight as a float.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is negative, infinite or NaN, or has more than one number.
+        TypeError: `value` is not a number.
+        ValueError: `value` is negative, infinite or NaN, or has more than one element.
     """
     allowed = f"`{name}={value!r}`: need a number from 0 on, by which the batch counts in averages, such as its tokens."
     if isinstance(value, bool | str) or not hasattr(type(value), "__float__"):
@@ -69,16 +69,16 @@ logger = logging.getLogger(__name__)
 
 
 CapturedMetric = Any
-"""A copy of a metric object's state, with `value` and `merged_with`. The object itself continues to count."""
+"""A copy of a metric object's state, with `value` and `merged_with`. The object itself continues to accumulate."""
 
 CaptureObject = Callable[[Any], CapturedMetric]
 
 RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
-"""Remembers the states of metric objects. Returns a function that restores them."""
+"""Stores the states of metric objects. Returns a function that restores them."""
 
 
 class ObjectMeter:
-    """The last metric object under one name, and the states captured from it."""
+    """The last metric object reported under one name, and the states captured from it."""
 
     __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
 
@@ -90,11 +90,11 @@ class ObjectMeter:
 
     @property
     def live(self) -> Any:
-        """The object if a batch had it since the last capture, otherwise None."""
+        """The object if a batch reported it since the last capture, otherwise None."""
         return self._live
 
     def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the arguments for `add`; see `NumberMeter.read`."""
+        """Return the arguments for `add`. See `NumberMeter.read`."""
         if not is_metric_object(type(value)):
             raise TypeError(
                 f"metric `{self._name}` was a metric object in an earlier batch and is a "
@@ -103,7 +103,7 @@ class ObjectMeter:
         return value, weight
 
     def add(self, value: Any, weight: int | float) -> None:
-        """Keep a metric object, which counts by itself."""
+        """Store a metric object. The object accumulates batches itself."""
         self._live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
@@ -111,11 +111,11 @@ class ObjectMeter:
         self._captured = state if self._captured is None else self._captured.merged_with([state])
 
     def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:
-        """Return the captured state. Capture the object first if a batch had it since the last capture.
+        """Return the captured state. First capture the object if a batch reported it since the last capture.
 
         Args:
-            already: States that the same summary has captured, by the object's ID. Capturing resets the object, so an
-                object under two names must be captured only once.
+            already: States already captured for the same summary, keyed by the object's id. Capturing resets the
+                object, so an object reported under two names must be captured only once.
         """
         if self._live is not None:
             state = already.get(id(self._live)) or already.setdefault(id(self._live), self._capture(self._live))
@@ -126,15 +126,15 @@ class ObjectMeter:
 
 
 def is_metric_object(kind: type) -> bool:
-    """Return True for a class of metric objects: they add themselves up."""
+    """Return True for a class of metric objects, which accumulate batches themselves."""
     return hasattr(kind, "merge_state") and hasattr(kind, "compute")
 
 
 def value_here(state: CapturedMetric, name: str) -> Any:
-    """Compute a metric on this process's share. If the share is too small, warn and return NaN."""
+    """Compute a metric on this process's shard. If the shard is too small, warn and return NaN."""
     try:
         return state.value()
-    except Exception as error:  # only the merged metric matters, and computing that one raises
+    except Exception as error:  # only the merged metric matters, and computing that raises an error
         logger.warning(
             "metric `%s` cannot be computed on this worker's share alone, so it reports NaN: %s", name, error
         )
@@ -148,7 +148,7 @@ ToFloats = Callable[[list[Any]], list[float]]
 
 
 class NumberMeter:
-    """Sum, weight and last value of one metric, with tensors that wait to be read."""
+    """Sum, weight and last value of one metric, and the tensors that are still to be read."""
 
     __slots__ = ("_name", "_to_floats", "_weights", "count", "last", "pending", "total", "weight_name")
 
@@ -156,7 +156,7 @@ class NumberMeter:
         self._name, self.weight_name = name, weight_of(name)
         self._to_floats = to_floats
         self.last: Any = _UNREAD
-        self._weights: list[int | float | None] = []  # None: the weight is a tensor, after the value in `pending`
+        self._weights: list[int | float | None] = []  # None: a tensor, which follows the value in `pending`
         self.pending: list[Any] = []
         self.total = 0.0
         self.count: int | float = 0
@@ -165,7 +165,7 @@ class NumberMeter:
         """Return the arguments for `add`: a value and its weight as numbers, or copies of tensors on a device.
 
         Raises:
-            TypeError: The value is of a kind that cannot be averaged.
+            TypeError: The value has a type that cannot be averaged.
             ValueError: The value is not exactly one number, or the weight is invalid.
         """
         kind = type(value)
@@ -175,8 +175,8 @@ class NumberMeter:
             if value.numel() != 1:
                 raise ValueError(_not_one_element(self._name, tuple(value.shape)))
             if not getattr(value, "is_cpu", False):
-                # A copy: user code may change the tensor in place, and a replayed CUDA graph writes each batch's loss
-                # to the same memory.
+                # A copy, because user code may modify the tensor in place, and a replayed CUDA graph writes each
+                # batch's loss to the same memory.
                 waits = type(weight) is not int and is_tensor(type(weight))
                 return value.detach().clone(), weight.detach().clone() if waits else self._checked(weight)
             number = value.item()
@@ -185,7 +185,7 @@ class NumberMeter:
         return number, weight if type(weight) is int else self._checked(weight)
 
     def add(self, value: Any, weight: Any) -> None:
-        """Count what `read` returned."""
+        """Add a value and its weight, as returned by `read`."""
         if type(value) not in _PLAIN_NUMBERS:
             waits = is_tensor(type(weight))
             self.pending += [value, weight] if waits else [value]
@@ -200,20 +200,20 @@ class NumberMeter:
             self.count += weight
 
     def add_total(self, total: float, count: float, last: Any) -> None:
-        """Add sums from elsewhere. Their last value is used only if there is none here."""
+        """Add sums from elsewhere. Use `last` only if this meter has no last value."""
         self.total += total
         self.count += count
         if self.last is _UNREAD and not self.pending:
             self.last = last
 
     def copy(self) -> NumberMeter:
-        """Return a copy. No tensor may be waiting to be read."""
+        """Return a copy. There must be no pending tensors."""
         other = NumberMeter(self._name, self._to_floats)
         other.total, other.count, other.last = self.total, self.count, self.last
         return other
 
     def fold(self, floats: list[float]) -> None:
-        """Count the values of the pending tensors."""
+        """Add the values of the pending tensors."""
         numbers = iter(floats)
         for weight in self._weights:
             number = next(numbers)
@@ -235,12 +235,12 @@ class NumberMeter:
 
 
 def is_tensor(kind: type) -> bool:
-    """Return True for a class of tensors."""
+    """Return True for a tensor class."""
     return hasattr(kind, "detach")
 
 
 def float_each(tensors: list[Any]) -> list[float]:
-    """Return the values of tensors with one element each."""
+    """Return the values of single-element tensors."""
     return [float(tensor) for tensor in tensors]
 
 
@@ -268,10 +268,10 @@ _ABSENT = object()
 
 
 class MetricSummary(dict[str, Any]):
-    """The result of one pass: a plain dict that also knows the sums and weights of its means.
+    """The result of one pass: a dict that also stores the sums and weights of its means.
 
     User code may edit the dict. An edited or removed value loses its sum and weight, so that merging uses the user's
-    value. Copies (`copy.copy`) and pickles keep everything; `dict.copy` and `dict(...)` return a plain dict.
+    value. Copies (`copy.copy`) and pickles preserve everything; `dict.copy` and `dict(...)` return a plain dict.
 
     >>> summary = MetricSummary({"loss": 0.5, "accuracy": 1.0}, totals={"loss": (2.0, 4.0), "accuracy": (4.0, 4.0)})
     >>> summary["accuracy"] = 0.75
@@ -296,7 +296,7 @@ class MetricSummary(dict[str, Any]):
         return {name: total for name, total in self._totals.items() if self._stands(name)}
 
     def total_of(self, name: str) -> tuple[float, float] | None:
-        """Return the sum and weight of one mean; None if it was edited, or never was a mean."""
+        """Return the sum and weight of a mean, or None if the value was edited or never was a mean."""
         return self._totals[name] if name in self._totals and self._stands(name) else None
 
     @property
@@ -305,7 +305,7 @@ class MetricSummary(dict[str, Any]):
         return {name: state for name, state in self._objects.items() if self._stands(name)} if self._objects else {}
 
     def _stands(self, name: str) -> bool:
-        # Compare texts, because NaN does not equal itself, also in a list.
+        # Compare representations, because NaN does not equal itself, even inside a list.
         return name in self and repr(self[name]) == repr(self._reported[name])
 
 
@@ -321,7 +321,7 @@ class AverageMeter:
 
     Attributes:
         val: Last value.
-        avg: Weighted mean; 0 before the first value with a weight.
+        avg: Weighted mean; 0 before the first value with a nonzero weight.
         sum: Sum of values times weights.
         count: Sum of the weights.
     """
@@ -337,7 +337,7 @@ class AverageMeter:
         self.count: Any = 0
 
     def update(self, val: Any, n: Any = 1) -> None:
-        """Count a value with weight `n`. A weight of 0 changes `val` only."""
+        """Add a value with weight `n`. A weight of 0 changes only `val`."""
         self.val = val
         self.sum += val * n
         self.count += n
@@ -346,7 +346,7 @@ class AverageMeter:
 
 
 _Entry = tuple[Any, ObjectMeter | NumberMeter, Any, Any]
-"""A metric of a batch: its name, the meter that read it, the value, and its weight."""
+"""One metric of a batch: its name, the meter that read it, the value, and its weight."""
 
 
 class AverageMeterCollection:
@@ -359,24 +359,25 @@ class AverageMeterCollection:
         >>> meters.summary()
         {'batch_count': 2, 'num_samples': 96, 'loss': 0.3, 'last_loss': 0.2}
 
-    Values may be numbers (also NumPy scalars), tensors with one element, and, with `capture_object`, metric objects
-    (anything with `merge_state` and `compute`). Tensors on a device are copied there, and later read all at once. A
-    metric object counts by itself. The last one under a name is captured when the summary is made.
+    Values may be numbers (including NumPy scalars), tensors with one element and, with `capture_object`, metric objects
+    (anything with `merge_state` and `compute`). Tensors on a device are copied on the device, and later read all at
+    once. A metric object accumulates batches itself. The last object under a name is captured when the summary is
+    created.
 
-    In a training call, metrics of a batch wait (`hold`) until its step counts (`count_held`), or are dropped if the
-    step is interrupted (`drop_held`).
+    In a training call, the metrics of a batch are held (`hold`) until its step is completed (`count_held`), or dropped
+    if the step is interrupted (`drop_held`).
 
     Args:
-        to_floats: Reads a list of tensors. Called once for each summary. Default: `float` of each.
+        to_floats: Reads the values of a list of tensors. Called once per summary. Default: `float` of each tensor.
         capture_object: Returns the state of a metric object, and resets the object. Default: metric objects are
-            refused.
-        remember_objects: Lets metric objects forget batches that do not count. Default: they keep them.
+            rejected.
+        remember_objects: Lets metric objects discard batches of interrupted steps. Default: metric objects keep them.
 
     Attributes:
         n: Number of samples counted, the sum of `n` of all batches.
-        held: Metrics that wait, by batch, with the number of samples.
+        held: Held metrics, by batch, with the number of samples.
         num_batches: Number of batches counted.
-        has_objects: True if there are metric objects.
+        has_objects: True if any metric is a metric object.
     """
 
     def __init__(
@@ -396,18 +397,18 @@ class AverageMeterCollection:
         self.n: int | float = 0
 
     def update(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
-        """Count the metrics of one batch.
+        """Add the metrics of one batch.
 
         Args:
             metrics: Values by name. Names may differ from batch to batch, and each metric is averaged over the batches
-                that had it. The entry `batch_weight` is the weight of the metrics, in place of `n`, and
-                `batch_weight_of_<metric>` is the weight of one metric.
-            n: Weight of the batch, usually its number of samples. A value with weight 0 is the last value, but not in
-                the mean.
-            is_strict: False to leave out values that have no mean. True to raise.
+                that reported it. The entry `batch_weight` overrides `n` as the weight of the metrics, and
+                `batch_weight_of_<metric>` sets the weight of one metric.
+            n: Weight of the batch, usually its number of samples. A value with weight 0 becomes the last value but does
+                not affect the mean.
+            is_strict: True to raise an error for values that cannot be averaged, False to skip them.
 
         Raises:
-            TypeError: A value is of a kind that cannot be averaged.
+            TypeError: A value has a type that cannot be averaged.
             ValueError: A tensor or array does not have exactly one element, or a weight is invalid.
         """
         waiting, self.held = self.held, []
@@ -416,10 +417,12 @@ class AverageMeterCollection:
         self.held = waiting
 
     def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
-        """Let the metrics of a batch wait until its step counts: then call `count_held`, otherwise `drop_held`.
+        """Hold the metrics of a batch until its step completes.
 
-        Arguments and exceptions are those of `update`: values are checked now. Metric objects have already counted the
-        batch themselves.
+        Then call `count_held`, or `drop_held` if the step fails.
+
+        Arguments and exceptions are the same as for `update`, because values are checked now. Metric objects have
+        already accumulated the batch themselves.
         """
         num_samples = n if type(n) is int else float(n)
         if not 0 <= num_samples < math.inf:
@@ -439,7 +442,7 @@ class AverageMeterCollection:
         self.held.append((entries, num_samples))
 
     def count_held(self) -> None:
-        """Count the metrics that wait."""
+        """Add the held metrics."""
         held, self.held = self.held, []
         meters = self._meters
         for entries, num_samples in held:
@@ -449,14 +452,14 @@ class AverageMeterCollection:
             self.n += num_samples
 
     def note_boundary(self) -> None:
-        """Remember the states of metric objects: what they have counted so far stays, if a later batch is dropped."""
+        """Store the states of metric objects, so that `drop_held` discards only what they accumulate from now on."""
         meters = self._meters.values()
         metrics = [meter.live for meter in meters if isinstance(meter, ObjectMeter) and meter.live is not None]
         remember = self._remember_objects if metrics else None
         self._forget_rest = None if remember is None else remember(metrics)
 
     def drop_held(self) -> None:
-        """Drop the metrics that wait, and what metric objects have counted since the last boundary."""
+        """Drop the held metrics, and what metric objects have accumulated since the last boundary."""
         self.held.clear()
         if self._forget_rest is not None:
             self._forget_rest()
@@ -465,10 +468,10 @@ class AverageMeterCollection:
     def summary(self) -> MetricSummary:
         """Return the number of batches and samples, and for each metric its mean and its last value.
 
-        NaN is not skipped: one batch with NaN makes the mean NaN. A metric without any weight has the mean NaN, too. A
-        metric object has a single entry, its value on this process's share.
+        NaN is not skipped: a single NaN makes the mean NaN. The mean of a metric whose total weight is 0 is also NaN. A
+        metric object has a single entry, its value on this process's shard.
 
-        After further updates, call it again: the new summary covers all batches.
+        After further updates, a new summary covers all batches.
         """
         self._read_pending()
         values: dict[str, Any] = {BATCH_COUNT: self.num_batches, NUM_SAMPLES: self.n}
@@ -482,16 +485,16 @@ class AverageMeterCollection:
             else:
                 totals[name] = meter.total, float(meter.count)
                 values[name] = meter.mean
-                if f"last_{name}" not in self._meters:  # unless the user reports a metric of this name
+                if f"last_{name}" not in self._meters:  # unless the user reports a metric with this name
                     values[f"last_{name}"] = meter.last
         return MetricSummary(values, totals, objects)
 
     def tally(self) -> tuple[tuple[Any, ...], list[float]]:
-        """Return the sums as they will be when the metrics that wait are counted, without metric objects.
+        """Return the sums including the held metrics, but without metric objects.
 
         Returns:
-            The names of the metrics, and a row of numbers: the number of samples, then sum, weight and last value of
-            each metric.
+            The names of the metrics, and a list of floats: the number of samples, then the sum, weight and last value
+            of each metric.
         """
         self._read_pending()
         after = AverageMeterCollection(self._to_floats)
@@ -508,7 +511,7 @@ class AverageMeterCollection:
         return tuple(meters), [float(after.n), *itertools.chain(*sums)]
 
     def summary_of(self, names: tuple[Any, ...], row: Sequence[float]) -> MetricSummary:
-        """Return the summary of a collection whose `tally` returned these names and this row."""
+        """Return the summary of a collection whose `tally` returned these names and values."""
         num_samples, *left = row
         values: dict[str, Any] = {NUM_SAMPLES: int(num_samples) if num_samples.is_integer() else num_samples}
         totals: dict[str, tuple[float, float]] = {}
@@ -519,7 +522,7 @@ class AverageMeterCollection:
         return MetricSummary(values, totals)
 
     def go_on_from(self, summary: MetricSummary) -> None:
-        """Add everything that another collection had counted in its `summary`. Its process may have ended."""
+        """Add everything that another collection, perhaps of an ended process, had accumulated in its `summary`."""
         self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
         self.n += summary.get(NUM_SAMPLES, 0)
         for name, (total, count) in summary.totals.items():
@@ -535,10 +538,10 @@ class AverageMeterCollection:
             holder.add_captured(state)
 
     def correct(self, summary: MetricSummary) -> None:
-        """Replace the sums by those in `summary`. Metric objects are kept.
+        """Replace the sums with the sums in `summary`. Metric objects are kept.
 
-        A survivor of a failure does this if another rank has completed one step more. The step counts, but this rank
-        has dropped its metrics. It had sent its sums with that step to all ranks, so `summary` is its own row from the
+        A survivor of a failure does this if another rank has completed one more step. That step counts, but this rank
+        has dropped its metrics. This rank had sent its sums to all ranks in that step, so `summary` comes from the
         other rank's record.
         """
         self._meters = {name: each for name, each in self._meters.items() if isinstance(each, ObjectMeter)}
@@ -546,7 +549,7 @@ class AverageMeterCollection:
         self.go_on_from(summary)
 
     def skip_to(self, num_batches: int) -> None:
-        """Set the number of batches, including those that other collections counted."""
+        """Set the number of batches, including batches that other collections counted."""
         self.num_batches = num_batches
 
     @property
@@ -567,7 +570,7 @@ class AverageMeterCollection:
         return NumberMeter(name, self._to_floats)
 
     def _read_pending(self) -> None:
-        """Read the tensors of all metrics in one call, which waits for the device once."""
+        """Read the pending tensors of all metrics in one call, so that the host waits for the device only once."""
         meters = [meter for meter in self._meters.values() if isinstance(meter, NumberMeter) and meter.pending]
         if not meters:
             return

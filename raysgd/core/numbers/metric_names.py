@@ -1,4 +1,4 @@
-"""Names of metrics: in a validation, in a test, and inside nested dicts."""
+"""Names of metrics in validation, in tests, and inside nested dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LAST = "last_"
 
 
 def validation_name(name: str) -> str:
-    """Return the name of a validation metric among those of training.
+    """Return the name of a validation metric when it is reported together with training metrics.
 
     Examples:
         >>> [validation_name(name) for name in ("accuracy", "val_loss", "last_x", "validation_loss")]
@@ -37,7 +37,7 @@ def name_in_test(name: str) -> str:
 
 
 def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a dict without nested dicts. Their keys are joined by slashes.
+    """Flatten nested dicts. Their keys are joined with slashes.
 
     >>> flattened({"loss": 0.5, "config": {"lr": 0.1, "model": {}}})
     {'loss': 0.5, 'config/lr': 0.1, 'config/model': {}}
@@ -52,7 +52,7 @@ def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_at(metrics: Mapping[str, Any], name: str) -> Any:
-    """Return a metric by its name, in which slashes may lead into nested dicts; None if there is none.
+    """Return a metric by name, or None if it does not exist. Slashes in the name lead into nested dicts.
 
     >>> value_at({"val": {"loss": 0.5}}, "val/loss")
     0.5

@@ -1,4 +1,4 @@
-"""Scores, and the rule for which checkpoints of a run stay. Only decides; nothing here reads or writes files."""
+"""Scores, and the rule that decides which checkpoints of a run to keep. Nothing here reads or writes files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SavedCheckpoint(Generic[T]):
     """One checkpoint of a run.
 
     Attributes:
-        number: Its number in the run, or its epoch and its step. Newer checkpoints have higher ones.
-        score: The value by which it is ranked; None if it has none.
-        content: The checkpoint itself, or what its owner needs to find it.
+        number: The checkpoint's number in the run, or its epoch and step. Newer checkpoints have higher numbers.
+        score: The value that ranks the checkpoint. None if it has no score.
+        content: The checkpoint, or what the owner of this object needs to find it.
     """
 
     number: Any
@@ -41,10 +41,10 @@ class SavedCheckpoint(Generic[T]):
 
 @dataclass(frozen=True)
 class BestCheckpoints:
-    """The rule for which checkpoints of a run stay: the best ones, and in addition the newest ones.
+    """The rule that decides which checkpoints of a run to keep: the best, plus the newest.
 
-    NaN and a missing score are worse than any number. Of equal checkpoints, the newer one is better. So checkpoints
-    without a score are ordered by time.
+    NaN and a missing score rank below any number. Of two equal scores, the newer checkpoint ranks higher, so
+    checkpoints without a score are ordered by age.
 
     >>> losses = [SavedCheckpoint(*each, None) for each in enumerate([math.nan, 3.0, 7.0, 5.0])]
     >>> kept, dropped = BestCheckpoints(num_best=2, order="min").divide(losses)
@@ -52,9 +52,9 @@ class BestCheckpoints:
     ([3.0, 5.0], [nan, 7.0])
 
     Attributes:
-        num_best: How many of the best stay; None for all.
-        order: "max" if a high score is best, "min" if a low one is.
-        num_newest: How many of the newest stay, good or not; None for all.
+        num_best: Number of best checkpoints to keep. None keeps all.
+        order: "max" if a high score is best, "min" if a low score is best.
+        num_newest: Number of newest checkpoints to keep, whatever their scores. None keeps all.
     """
 
     num_best: int | None
@@ -62,19 +62,19 @@ class BestCheckpoints:
     num_newest: int | None = 0
 
     def best(self, saved: Iterable[SavedCheckpoint[T]]) -> list[SavedCheckpoint[T]]:
-        """Return the best checkpoints, worst first, without those that stay only because they are new."""
+        """Return the best checkpoints, worst first, without checkpoints that are kept only because they are new."""
         ranked = sorted(saved, key=self._rank)
         return ranked if self.num_best is None else ranked[max(0, len(ranked) - self.num_best) :]
 
     def divide(
         self, saved: Iterable[SavedCheckpoint[T]], pending: Iterable[Any] = ()
     ) -> tuple[list[SavedCheckpoint[T]], list[SavedCheckpoint[T]]]:
-        """Return the checkpoints that stay, and those to delete, each oldest first.
+        """Return the checkpoints to keep and the checkpoints to delete, both oldest first.
 
         Args:
             saved: All checkpoints.
-            pending: Numbers of checkpoints whose score is not known yet. They stay, and do not take the place of
-                others.
+            pending: Numbers of checkpoints whose score is not known yet. They are kept, and do not count toward
+                `num_best`.
         """
         by_age = sorted(saved, key=attrgetter("number"))
         newest = by_age if self.num_newest is None else by_age[max(0, len(by_age) - self.num_newest) :]
@@ -91,7 +91,7 @@ class BestCheckpoints:
 
 
 def as_score(value: Any) -> float | None:
-    """Return a value as a number for comparisons; None if it is not one. Tensors with one element count as numbers."""
+    """Return a value as a float for comparisons, or None if it is not a number. Single-element tensors are numbers."""
     if isinstance(value, str | bytes | None):
         return None
     try:
@@ -106,7 +106,7 @@ def is_number(value: Any) -> bool:
 
 
 def mode_of(metric: str) -> str | None:
-    """Return "max" or "min", whichever is best for a metric by its name; None if unknown. The last word counts.
+    """Guess from a metric's name whether "max" or "min" is best. Return None if unknown. The last known word decides.
 
     >>> [mode_of(name) for name in ("val_accuracy", "val/top_5_acc", "MulticlassF1Score", "mIoU", "mAP50")]
     ['max', 'max', 'max', 'max', 'max']

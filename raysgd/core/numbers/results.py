@@ -1,8 +1,8 @@
-"""Merges the metrics of all workers into one result. Pure functions.
+"""Merges the metrics of all workers into one result. All functions are pure.
 
-Metrics are merged by name. Averages that the library computed arrive as sum and count and are divided once, here, so
-that N workers report the same as one process with the same samples. Values that a user computed are weighted by the
-`num_samples` of their worker.
+Metrics are merged by name. Averages that the library computed arrive as sum and count and are divided only once, here.
+So N workers report the same result as one process with the same samples. Values that a user computed are weighted by
+their worker's `num_samples`.
 
 ADR 1 explains why metrics are weighted by samples.
 """
@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from raysgd.core.numbers.meters import BATCH_COUNT, NUM_SAMPLES, MetricSummary
 
-_PER_WORKER = ("epoch", BATCH_COUNT)  # counters of one worker, merged by their plain mean
+_PER_WORKER = ("epoch", BATCH_COUNT)  # per-worker counters, merged by an unweighted mean
 _LAST = "last_"
 
 
 class Metrics(dict[str, Any]):
-    """The result of a call of `train` or `validate`: a dict with typed properties for what the library counts.
+    """The result of a call of `train` or `validate`: a dict with typed properties for the library's counters.
 
     >>> result = Metrics(num_samples=64, epoch=1, batch_count=2, train_loss=0.5)
     >>> result.epoch, result["train_loss"]
@@ -31,21 +31,21 @@ class Metrics(dict[str, Any]):
 
     @property
     def num_samples(self) -> float:
-        """Number of samples of all workers; NaN if an operator does not count them."""
+        """Number of samples of all workers. NaN if an operator does not count samples."""
         return self._counted(NUM_SAMPLES)
 
     @property
     def batch_count(self) -> float:
-        """Number of batches of one worker, on average."""
+        """Average number of batches per worker."""
         return self._counted(BATCH_COUNT)
 
     @property
     def epoch(self) -> int:
-        """Number of passes over the training data so far. Only results of `train` have it."""
+        """Number of passes over the training data so far. Only results of `train` have this."""
         return int(self._counted("epoch"))
 
     def _repr_html_(self) -> str:
-        """Return a card for a notebook."""
+        """Return an HTML card for notebooks."""
         from raysgd.core.text.cards import card, two_column_table
 
         shown = {name: f"{value:.4g}" if isinstance(value, float) else str(value)[:80] for name, value in self.items()}
@@ -62,7 +62,7 @@ class Metrics(dict[str, Any]):
 
 
 def merge(workers: Sequence[MetricSummary]) -> Metrics:
-    """Merge the workers' metrics: `num_samples` first, then in the order of first appearance."""
+    """Merge the workers' metrics. `num_samples` comes first, then the other metrics in order of first appearance."""
     if len(workers) == 1 and workers[0].get(NUM_SAMPLES):
         return _of_one(workers[0])
     counts = any(NUM_SAMPLES in worker for worker in workers)
@@ -74,7 +74,7 @@ def merge(workers: Sequence[MetricSummary]) -> Metrics:
 
 
 def _of_one(worker: MetricSummary) -> Metrics:
-    """Return the result of a single worker with samples, whose means are already the overall ones."""
+    """Return the result of a single worker with samples, whose means already are the overall means."""
     merged = Metrics({NUM_SAMPLES: math.nan, **worker})
     objects = worker.objects
     for name, value in merged.items():
@@ -87,22 +87,22 @@ def _of_one(worker: MetricSummary) -> Metrics:
 
 
 def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
-    """Return the metrics of a worker, including what other workers had averaged before they were lost.
+    """Return a worker's metrics merged with the averages that lost workers had accumulated.
 
-    Values that the user computed or removed stay unchanged, and so does a result that is not the library's. Metric
-    objects count only what this worker has seen.
+    Values that the user computed or removed stay unchanged. A result that the library did not compute also stays
+    unchanged. Metric objects cover only this worker's batches.
 
     Args:
-        worker: The metrics of the worker.
-        lost: The metrics of the lost workers.
-        known: Names of what the worker measured itself, before user code saw it.
+        worker: The worker's metrics.
+        lost: The lost workers' metrics.
+        known: Names of the metrics that the worker measured, before user code could edit them.
     """
     if not worker.totals and not worker.objects and worker.get(NUM_SAMPLES) != 0:
         return worker
     values, totals = dict(worker), worker.totals
     for each in lost:
         for name, total in each.totals.items():
-            if name in totals or name not in known:  # the user left it alone, or the worker never had it
+            if name in totals or name not in known:  # the user did not edit it, or the worker never had it
                 values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), total)
     if NUM_SAMPLES in values:
         values[NUM_SAMPLES] = _total_samples([worker, *lost])
@@ -110,13 +110,13 @@ def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Colle
 
 
 def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]:
-    """Return the mean of several totals, and their sum and count."""
+    """Return the mean of several totals, together with their sum and count."""
     total, count = sum(total for total, weight in totals if weight), math.fsum(weight for _, weight in totals)
     return total / count if count else math.nan, (total, count)
 
 
 def num_samples_of(worker: MetricSummary) -> Any:
-    """Return how many samples a worker counted; NaN if it does not count them."""
+    """Return the number of samples that a worker counted, or NaN if it does not count samples."""
     return _total_samples([worker])
 
 
@@ -131,7 +131,7 @@ def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
         return objects[0].merged_with(objects[1:]).value()
     values = [as_number(worker[name]) for worker in workers]
     present = [value for value in values if value is not None]
-    if len(present) < len(values):  # not a number: one worker's value represents all
+    if len(present) < len(values):  # not a number: use the first worker's value
         return workers[0][name]
     if name in _PER_WORKER or all(_is_last_value(str(name), worker) for worker in workers):
         return _plain_mean(present)
@@ -139,12 +139,15 @@ def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
 
 
 def _is_last_value(name: str, worker: MetricSummary) -> bool:
-    """Return True if it is the last value of a metric that is also present. Other metrics may have such names, too."""
+    """Return True if `name` is the last value of a metric that is also present.
+
+    Other metrics may have such names too.
+    """
     return name.startswith(_LAST) and name.removeprefix(_LAST) in worker and worker.total_of(name) is None
 
 
 def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
-    """Return the exact total if the library averaged and the user changed nothing; otherwise value times samples."""
+    """Return the exact total if the mean is the library's and was not edited, else value times samples."""
     total = worker.total_of(name)
     if total is not None and total[1]:
         return total
@@ -154,13 +157,16 @@ def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
 
 
 def _plain_mean(values: Sequence[Any]) -> Any:
-    """Return the mean. Equal integers, such as the epoch, stay integers."""
+    """Return the unweighted mean. Equal integers, such as the epoch, stay integers."""
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 
 def as_number(value: Any) -> Any:
-    """Return `value` as a Python number; None if it is not one. Tensors and arrays without dimensions are numbers."""
-    if type(value) in (float, int, bool):  # exactly, because some NumPy numbers are instances of `float`
+    """Return `value` as a Python number, or None if it is not a number.
+
+    Zero-dimensional tensors and arrays are numbers.
+    """
+    if type(value) in (float, int, bool):  # exact types, because some NumPy numbers are instances of `float`
         return value
     if isinstance(value, numbers.Number) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0):
         return value.item() if hasattr(value, "item") else value
@@ -172,16 +178,16 @@ ProgressKind = Literal["train", "validation", "test", "predict"]
 
 @dataclass(frozen=True)
 class CallProgress:
-    """The progress of a running call, seen from rank 0.
+    """The progress of a running call, as seen by rank 0.
 
     Attributes:
         num_steps: Number of batches drawn so far.
-        total: Number of all batches; None if it is not known.
+        total: Total number of batches. None if unknown.
         epoch_idx: Index of the pass over the training data, from 0.
-        num_epochs: Number of all epochs; None if it is not known.
-        loss: `train_loss` of the last batch, or `val_loss` in an evaluation; None if there is none.
-        kind: What the call does.
-        metrics: All numbers that the last batch reported, by name.
+        num_epochs: Total number of epochs. None if unknown.
+        loss: `train_loss` of the last batch, or `val_loss` in validation. None if the batch reported no loss.
+        kind: The type of call.
+        metrics: All numeric metrics of the last batch, by name.
         is_done: True if the call has returned.
     """
 

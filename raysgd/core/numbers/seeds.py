@@ -6,7 +6,7 @@ import hashlib
 
 
 def digest(*parts: object) -> int:
-    """Return a 64-bit number that changes with any of the parts.
+    """Return a 64-bit hash of all parts.
 
     >>> digest("1/2") == digest(1, 2)
     True
@@ -16,5 +16,5 @@ def digest(*parts: object) -> int:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a seed that changes with any of the parts: 63 bits, so that it fits a signed integer."""
+    """Return a seed derived from all parts. It has 63 bits, so that it fits a signed integer."""
     return digest(*parts) >> 1

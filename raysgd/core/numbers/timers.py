@@ -1,7 +1,7 @@
-"""Timers for the phases of training, cheap enough to leave in the code.
+"""Timers for the phases of training, cheap enough to leave in production code.
 
-A `TimerStat` keeps the latest durations of one phase. A `TimerCollection` holds timers by name and can be switched off
-as a whole. Pure Python, with the clock as an argument for tests. All durations are in seconds.
+A `TimerStat` stores the latest durations of one phase. A `TimerCollection` holds timers by name and can be disabled as
+a whole. Pure Python; tests can pass their own clock. All durations are in seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTHING = nullcontext()
 
 
 class TimerStat(AbstractContextManager[None]):
-    """The latest durations of a repeated piece of work, and statistics of them.
+    """Measures a repeated piece of work, and computes statistics over its latest durations.
 
     Examples:
         >>> timer = TimerStat(window_size=2)
@@ -32,7 +32,7 @@ class TimerStat(AbstractContextManager[None]):
         clock: Returns the current time in seconds. Only differences are used.
 
     Attributes:
-        count: Number of durations since construction or `reset`, including those that left the window.
+        count: Number of durations since construction or `reset`, including durations that have left the window.
     """
 
     def __init__(self, window_size: int = 10, clock: Clock = time.perf_counter) -> None:
@@ -48,14 +48,14 @@ class TimerStat(AbstractContextManager[None]):
         """Start the clock.
 
         Raises:
-            AssertionError: The timer is already running. One timer times one thing at a time.
+            AssertionError: The timer is already running.
         """
         if self._started_at is not None:
             raise AssertionError("this `TimerStat` already runs: nest two timers instead of entering one twice.")
         self._started_at = self._clock()
 
     def __exit__(self, *error: object) -> None:
-        """Stop the clock and keep the duration, even if the timed work raised."""
+        """Stop the clock and store the duration, even if the timed work raised an error."""
         if self._started_at is not None:  # otherwise `reset` was called inside the block
             self.push(self._clock() - self._started_at)
             self._started_at = None
@@ -66,11 +66,11 @@ class TimerStat(AbstractContextManager[None]):
         self.count += 1
 
     def push_units_processed(self, num_units: float) -> None:
-        """Add the number of units (samples, tokens) that were processed in one duration."""
+        """Add the number of units, such as samples or tokens, that were processed during one duration."""
         self._units_processed.append(num_units)
 
     def reset(self) -> None:
-        """Forget everything, including a running measurement."""
+        """Discard all durations, including a running measurement."""
         self._durations_s.clear()
         self._units_processed.clear()
         self._started_at = None
@@ -88,7 +88,7 @@ class TimerStat(AbstractContextManager[None]):
 
     @property
     def sum(self) -> float:
-        """Total of the durations in the window."""
+        """Sum of the durations in the window."""
         return float(sum(self._durations_s))
 
     @property
@@ -117,7 +117,7 @@ class TimerStat(AbstractContextManager[None]):
 
     @property
     def mean_units_processed(self) -> float:
-        """Mean units per push in the window; NaN if none were pushed."""
+        """Mean units per push in the window; NaN if the window is empty."""
         return _mean(self._units_processed)
 
     @property
@@ -127,7 +127,7 @@ class TimerStat(AbstractContextManager[None]):
 
 
 class TimerCollection:
-    """Timers by name, created on first use and switched on or off together.
+    """Timers by name, created on first use and enabled or disabled together.
 
     Examples:
         >>> timers = TimerCollection(clock=iter([1.0, 3.0]).__next__)
@@ -146,7 +146,7 @@ class TimerCollection:
         self._enabled = True
 
     def record(self, key: str) -> AbstractContextManager[None]:
-        """Time the body of a `with` block under a name. Does nothing while the timers are disabled."""
+        """Time the body of a `with` block under a name. Do nothing while the timers are disabled."""
         if not self._enabled:
             return _NOTHING
         timer = self._timers.get(key)
@@ -155,15 +155,15 @@ class TimerCollection:
         return timer
 
     def enable(self) -> None:
-        """Make `record` measure."""
+        """Enable `record`."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Make `record` do nothing, at no cost. Keep what was measured."""
+        """Turn `record` into a no-op. Existing measurements are kept."""
         self._enabled = False
 
     def reset(self) -> None:
-        """Forget everything that the timers measured."""
+        """Discard the measurements of all timers."""
         for timer in self._timers.values():
             timer.reset()
 

@@ -1,1 +1,1 @@
-"""Files from anyone: they are read without running code in them."""
+"""Reads untrusted files without running code in them."""

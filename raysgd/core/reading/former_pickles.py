@@ -1,7 +1,7 @@
-"""Reads NumPy values in files of the old library. Our functions replace the NumPy functions that its pickles name.
+"""Reads NumPy values in files of the old library. Safe functions replace the NumPy functions that its pickles name.
 
-NumPy's functions trust the file: an array of objects would take its pointers from it. Ours make only arrays of numbers,
-exactly as large as their bytes.
+NumPy's functions trust the file: an array of objects would take its pointers from the file. The replacements create
+only numeric arrays whose size matches their bytes exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DTYPE = re.compile(r"[?biufc]\d{0,2}")
 
 
 class FormerValue:
-    """A dtype or an array, which a pickle first makes and then describes."""
+    """A dtype or an array, which a pickle first creates and then fills with `__setstate__`."""
 
     def __init__(self, code: Any = None) -> None:
         if code is not None and not (isinstance(code, str) and _DTYPE.fullmatch(code)):
@@ -34,7 +34,7 @@ class FormerValue:
 
     @property
     def value(self) -> Any:
-        """The dtype or the array."""
+        """The NumPy dtype or array."""
         if self._code is None:
             _, shape, dtype, is_fortran, content = self._state
             return _array(dtype, content).reshape(shape, order="F" if is_fortran else "C")
@@ -67,30 +67,30 @@ def _no_bytes() -> bytes:
 
 
 def _array_class() -> None:
-    """Stand for `numpy.ndarray`, which pickles name but do not call."""
+    """Stands for `numpy.ndarray`, which pickles name but do not call."""
 
 
 FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "builtins.bytes": _no_bytes,  # protocol 2 calls it for empty bytes
+    "builtins.bytes": _no_bytes,  # pickle protocol 2 calls it for empty bytes
     "numpy.dtype": _dtype,
     "numpy.ndarray": _array_class,
     **{
         f"numpy.{core}.multiarray.{name}": function
-        for core in ("core", "_core")  # in NumPy 1 and NumPy 2
+        for core in ("core", "_core")  # NumPy 1 and NumPy 2
         for name, function in (("_reconstruct", _new_array), ("scalar", _scalar))
     },
 }
-"""The functions that a pickle may call, by the names in it."""
+"""The functions that a pickle may call, keyed by the names in the pickle."""
 
 
 class _FormerUnpickler(pickle.Unpickler):
     """Reads a pickle of plain values and arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return our function for a name.
+        """Return the replacement function for a name.
 
         Raises:
-            NotPlainError: There is none.
+            NotPlainError: No replacement exists.
         """
         full_name = f"{module}.{name}"
         if full_name not in FORMER_FUNCTIONS:
@@ -102,10 +102,10 @@ def read_pickle(content: bytes) -> Any:
     """Return the content of a pickle, with a `FormerValue` in place of each array.
 
     Raises:
-        NotPlainError: It needs something else to be loaded.
-        Exception: It is damaged.
+        NotPlainError: The pickle contains other objects.
+        Exception: The pickle is damaged.
     """
-    for opcode, argument, _ in pickletools.genops(content):  # raises an error if announced bytes are missing
+    for opcode, argument, _ in pickletools.genops(content):  # raises an error if bytes are missing
         if opcode.name in ("PUT", "LONG_BINPUT"):
             require(argument is not None and argument < len(content), "it numbers more values than it has")
     return _FormerUnpickler(io.BytesIO(content)).load()

@@ -1,4 +1,4 @@
-"""Checkpoint files from anyone: limits for their content, and the errors that refuse them."""
+"""Limits for the contents of untrusted checkpoint files, and the errors that reject them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 
 _MAX_DEPTH = 100
-"""Deepest allowed nesting of containers."""
+"""Maximum nesting depth of containers."""
 
 
 class DamagedFileError(ValueError):
-    """The file contradicts itself, or is larger or more nested than a state may be."""
+    """The file contradicts itself, or is larger or more deeply nested than a training state may be."""
 
 
 class NotPlainError(Exception):
     """The file contains more than plain data.
 
     Attributes:
-        needed: What it needs to be loaded.
+        needed: What loading the file would need, such as a class.
     """
 
     def __init__(self, needed: str) -> None:
@@ -30,7 +30,7 @@ class NotPlainError(Exception):
 
 
 def require(holds: bool, finding: str) -> None:
-    """Refuse a file unless a condition holds.
+    """Reject a file unless a condition holds.
 
     Raises:
         DamagedFileError: `holds` is False. The message is `finding`.
@@ -40,14 +40,14 @@ def require(holds: bool, finding: str) -> None:
 
 
 def check_depth(value: Any, what: str = "it") -> None:
-    """Refuse a value that is nested too deeply, because a state is walked through by recursion.
+    """Reject a value that is nested too deeply, because states are traversed recursively.
 
     Args:
-        value: A structure of containers, which may contain themselves.
+        value: A structure of containers. Containers may contain themselves.
         what: The name of the value in the message.
 
     Raises:
-        DamagedFileError: It is nested too deeply. This is a `ValueError`.
+        DamagedFileError: The value is nested too deeply. A subclass of `ValueError`.
     """
     heights: dict[int, int] = {}  # heights of containers, by identity
 
@@ -57,7 +57,7 @@ def check_depth(value: Any, what: str = "it") -> None:
         is_shallow = depth + heights.get(id(item), 1) <= _MAX_DEPTH
         require(is_shallow, f"{what} is nested more than {_MAX_DEPTH} levels deep")
         if id(item) not in heights:
-            heights[id(item)] = 0  # while its parts are visited
+            heights[id(item)] = 0  # in case an item contains itself
             parts = [*item.values(), *getattr(item, "__dict__", {}).values()] if isinstance(item, dict) else item
             heights[id(item)] = 1 + max((height(part, depth + 1) for part in parts), default=0)
         return heights[id(item)]
@@ -66,10 +66,10 @@ def check_depth(value: Any, what: str = "it") -> None:
 
 
 def check_stored(archive: zipfile.ZipFile, num_bytes: int) -> None:
-    """Refuse an archive that could become larger than its `num_bytes` bytes.
+    """Reject an archive that could expand to more than its `num_bytes` bytes.
 
     Raises:
-        DamagedFileError: Members are compressed, overlap, or begin before the archive.
+        DamagedFileError: Members are compressed, overlap, or start before the archive.
     """
     for member in archive.infolist():
         is_plain = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
@@ -81,10 +81,10 @@ def check_stored(archive: zipfile.ZipFile, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def refusals_of(name: str, advice: str = "") -> Iterator[None]:
-    """Turn errors in reading a file into errors that users know. An `OSError` stays unchanged.
+    """Convert errors while reading a file into checkpoint errors with advice. An `OSError` stays unchanged.
 
     Args:
-        name: The name of the file in errors.
+        name: The file's name in error messages.
         advice: What to do about a file with more than plain data.
 
     Raises:
@@ -116,10 +116,10 @@ def in_short(error: Exception) -> str:
 
 
 def check_format(name: str, found: Any, newest: int) -> None:
-    """Refuse a file of a later version of raysgd.
+    """Reject a file of a later version of raysgd.
 
     Raises:
-        ValueError: `found` is later than the format `newest`, or not a number.
+        ValueError: `found` is greater than `newest`, or not an integer.
     """
     if not isinstance(found, int) or found > newest:
         raise ValueError(
@@ -129,10 +129,10 @@ def check_format(name: str, found: Any, newest: int) -> None:
 
 
 def checked_state(loaded: Any, name: str, keys: Collection[str]) -> dict[str, Any]:
-    """Return what was loaded if it is a training state.
+    """Return the loaded value if it is a training state.
 
     Raises:
-        ValueError: It is not a dict, or lacks one of these keys.
+        ValueError: The value is not a dict, or lacks one of these keys.
     """
     hint = f"a training state, as a trainer's `state_dict()` returns it, has {list(keys)}."
     if not isinstance(loaded, dict):

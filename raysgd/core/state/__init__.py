@@ -1,1 +1,1 @@
-"""States that travel between processes: encoded with one copy, into memory that is reused."""
+"""States that travel between processes: encoded with a single copy, into memory that is reused."""

@@ -1,7 +1,7 @@
-"""Host memory for copies of states. It is reused, because then its pages already exist.
+"""Host memory for copies of states. The memory is reused, because its pages are then already mapped.
 
-The first touch of a page costs several times as much as copying into it. Huge pages do not help, because finding room
-for them can take longer than touching all the small ones.
+The first touch of a page costs several times as much as copying into it. Huge pages do not help, because finding free
+huge pages can take longer than touching all the small pages.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ _MAX_BUFFERS = 2
 """Number of buffers to keep: one holds the last copy while the next copy is written to the other."""
 
 _M_MMAP_THRESHOLD = -3  # from `malloc.h` of the GNU C library
-_LARGE_BYTES = 2**17  # the size of a part of a 1 MiB parameter, divided over eight workers
+_LARGE_BYTES = 2**17  # the size of one worker's part of a 1 MiB parameter that is sharded over eight workers
 
 
 @cache
 def return_large_blocks() -> None:
-    """Make this process return freed blocks of 128 KiB and more to the system at once.
+    """Make this process return freed blocks of at least 128 KiB to the system immediately.
 
-    The C library would keep them for reuse. If small pieces with a longer life are taken from a kept block, it is too
-    small the next time, and so more and more memory is kept.
+    By default, the C library keeps them for reuse. If long-lived small allocations are carved out of a kept block, the
+    block is too small the next time, so the process keeps more and more memory.
     """
-    with suppress(OSError, AttributeError):  # another C library, without this setting
+    with suppress(OSError, AttributeError):  # another C library without this setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class HostBuffers:
-    """Lends memory, and takes it back by itself when the last view of it is gone."""
+    """Lends memory, and reclaims it automatically when the last view of it is gone."""
 
     def __init__(self) -> None:
         self._spare: list[_Memory] = []
-        self._lent: set[int] = set()  # identities of lent memory; several threads may give back at once
+        self._lent: set[int] = set()  # ids of lent memory; several threads may return memory at the same time
 
     def take_buffer(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
-        """Return `num_bytes` bytes with any content. A GPU can write into `pinned` memory directly."""
+        """Return `num_bytes` uninitialized bytes. A GPU can write into `pinned` memory directly."""
         fitting = (each for each in self._spare if each.num_bytes >= num_bytes and each.is_pinned == pinned)
         memory = next(fitting, None)
         if memory is None:
-            self._spare.clear()  # too small, or of the other kind; freed before the new memory is allocated
+            self._spare.clear()  # too small or of the other type; freed before the new memory is allocated
             memory = _Memory(num_bytes, pinned)
         else:
             self._spare.remove(memory)
@@ -59,14 +59,14 @@ class HostBuffers:
         return content
 
     def _give_back(self, memory: _Memory) -> None:
-        """Take memory back. Called in whichever thread dropped the last view."""
+        """Reclaim memory. Called in the thread that dropped the last view."""
         self._lent.discard(id(memory))
         if len(self._lent) + len(self._spare) < _MAX_BUFFERS:
             self._spare.append(memory)
 
 
 class _Memory:
-    """A block of memory, ordinary or pinned."""
+    """A block of ordinary or pinned memory."""
 
     def __init__(self, num_bytes: int, is_pinned: bool) -> None:
         self.num_bytes, self.is_pinned = num_bytes, is_pinned

@@ -1,16 +1,16 @@
-"""Sends a training state to another process with one copy.
+"""Sends a training state to another process with a single copy.
 
-An encoded state consists of a small pickle with a number in place of each tensor (the skeleton), and the bytes of all
-tensors. These are in one flat array (the buffer). If the state is only lent, large tensors are not copied into it but
-sent from where they are. Pickle protocol 5 sends such arrays out of band. So Ray copies them into its object store
-once, and the receiver can use the tensors there without another copy.
+An encoded state consists of a skeleton and a buffer. The skeleton is a small pickle with a number in place of each
+tensor. The buffer is one flat array with the bytes of all tensors. If the state is only lent, large tensors are not
+copied into the buffer but are sent from their own memory. Pickle protocol 5 sends such arrays out of band. So Ray
+copies them into its object store once, and the receiver can use the tensors there without another copy.
 
-It preserves types and order of containers, classes of other objects (through cloudpickle), which tensors are identical,
-dtypes, strides of dense tensors, and `requires_grad`. It does not preserve the device (everything arrives on the CPU),
-views of a part of another tensor's memory, attributes set on a tensor, or a `DistributedDataParallel` around a model,
-which belongs to a process group.
+The encoding preserves types and order of containers, classes of other objects (through cloudpickle), the identity of
+tensors, dtypes, strides of dense tensors, and `requires_grad`. It does not preserve the device (everything arrives on
+the CPU), views of a part of another tensor's memory, attributes set on a tensor, or a `DistributedDataParallel` wrapper
+around a model, which belongs to a process group.
 
-PyTorch is not needed. Without it there are no tensors, and NumPy arrays work the same way.
+PyTorch is optional. Without PyTorch there are no tensors, and NumPy arrays work the same way.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 64
-"""Alignment of every part in bytes: a cache line, and the widest vector register."""
+"""Alignment of every part in bytes: the size of a cache line and of the widest vector register."""
 
 _INLINE_ARRAY_BYTES = 4096
-"""NumPy arrays up to this size stay in the skeleton, because a part of its own would cost more than the copy."""
+"""NumPy arrays up to this size stay in the skeleton, because a separate part would cost more than the copy."""
 
 _LENT_BYTES = 2**16
-"""When a state is lent, tensors from this size on are not copied. Smaller ones are copied into one array."""
+"""When a state is lent, tensors of at least this size are not copied. Smaller tensors are copied into one array."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedState:
-    """A state ready to travel. Pickled with protocol 5, as Ray does it, its arrays are not copied again.
+    """A state ready to send. Pickling it with protocol 5, as Ray does, does not copy its arrays again.
 
     Attributes:
         skeleton: The pickled structure, with a number in place of each tensor.
         buffer: The bytes of the tensors, each aligned to a multiple of 64.
-        apart: The bytes of tensors that are not in the buffer, one array for each.
+        apart: The bytes of tensors that are not in the buffer, one array per tensor.
     """
 
     skeleton: bytes
@@ -57,16 +57,16 @@ class EncodedState:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors' bytes, including padding."""
+        """Size of the tensors in bytes, including padding."""
         return sum(int(content.nbytes) for content in (self.buffer, *self.apart))
 
 
 class StateEncoder:
-    """Encodes states into host buffers that are reused, because their pages then already exist.
+    """Encodes states into reusable host buffers, whose memory pages are then already mapped.
 
-    A buffer is reused only when nothing refers to the encoded state any more, or to what was decoded from it with
-    `copy=False`. At most two buffers are kept. An encoder must not be used from several threads at once; the encoded
-    states may go to any thread.
+    A buffer is reused only after all references to the encoded state, and to everything decoded from it with
+    `copy=False`, are gone. At most two buffers are kept. An encoder must not be used from several threads at once; the
+    encoded states may go to any thread.
 
     Examples:
         >>> import torch
@@ -80,12 +80,12 @@ class StateEncoder:
         self._buffers = HostBuffers()
 
     def encode(self, state: Any) -> EncodedState:
-        """Copy `state` into host memory. Later changes of its tensors do not affect the copy.
+        """Copy `state` into host memory. Later changes to its tensors do not affect the copy.
 
         Tensors on a GPU are copied directly into the buffer, after the work queued on the current stream.
 
         Raises:
-            pickle.PicklingError: Something in the state cannot be pickled. Many classes raise a `TypeError` instead.
+            pickle.PicklingError: An object in the state cannot be pickled. Many classes raise a `TypeError` instead.
         """
         parts = _Parts()
         skeleton = _skeleton(state, parts)
@@ -95,10 +95,12 @@ class StateEncoder:
 
 
 def lend(state: Any) -> EncodedState:
-    """Encode `state` without copying its large tensors, to send it at once. Later changes of these are visible.
+    """Encode `state` without copying its large tensors, to send it immediately.
+
+    Later changes to these tensors are visible.
 
     Raises:
-        pickle.PicklingError: As in `StateEncoder.encode`.
+        pickle.PicklingError: An object in the state cannot be pickled.
     """
     parts = _Parts(lends=True)
     skeleton = _skeleton(state, parts)
@@ -111,10 +113,10 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
     """Rebuild a state.
 
     Args:
-        encoded: The result of `StateEncoder.encode`, from this or another process.
-        copy: If True, the tensors own their memory. If False, they are views of `encoded.buffer` and keep it alive.
-            Only read from these, because memory from Ray's object store is shared with other processes. In both cases
-            each tensor has a storage of its own with exactly its bytes.
+        encoded: The result of `StateEncoder.encode` or `lend`, from this or another process.
+        copy: If True, the tensors own their memory. If False, the tensors are views of the encoded arrays and keep them
+            alive. Do not write to such views, because memory from Ray's object store is shared with other processes. In
+            both cases, each tensor has a separate storage of exactly its bytes.
     """
     tensor_parts, array_parts, structure = pickle.loads(encoded.skeleton)
     tensors = _build_tensors(tensor_parts, encoded, copy)
@@ -123,14 +125,14 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
 
 
 class _ArrayPart(NamedTuple):
-    """Where the bytes of a NumPy array are."""
+    """The position of a NumPy array's bytes."""
 
     start: int
     num_bytes: int
 
 
 class _TensorPart(NamedTuple):
-    """Where a tensor's bytes are, in the buffer or in a separate array, and how to read them."""
+    """The position of a tensor's bytes, in the buffer or in a separate array, and how to interpret them."""
 
     apart: int | None
     start: int
@@ -143,9 +145,9 @@ class _TensorPart(NamedTuple):
 
 
 class _Parts:
-    """Collects the tensors and arrays of a state, each once, and assigns them consecutive places.
+    """Collects the tensors and arrays of a state without duplicates, and assigns consecutive positions to them.
 
-    It must not refer to the pickler, because such a cycle would keep the tensors alive until a garbage collection.
+    It must not refer to the pickler, because the reference cycle would keep the tensors alive until garbage collection.
     """
 
     def __init__(self, lends: bool = False) -> None:
@@ -160,11 +162,11 @@ class _Parts:
 
     @property
     def is_on_gpu(self) -> bool:
-        """True if any of the tensors is on a CUDA device."""
+        """True if any tensor is on a CUDA device."""
         return any(tensor.is_cuda for tensor in self._tensors)
 
     def add_tensor(self, tensor: torch.Tensor) -> int:
-        """Add a tensor and return its number. A tensor that was added before keeps its number."""
+        """Add a tensor and return its index. A tensor that was added before keeps its index."""
         key = _identity(tensor)
         index = self._index_of.get(key)
         if index is None:
@@ -174,7 +176,7 @@ class _Parts:
         return index
 
     def add_array(self, buffer: pickle.PickleBuffer) -> bool:
-        """Add the memory of a large NumPy array. Return True if the array should stay in the skeleton instead."""
+        """Add the memory of a large NumPy array. Return True if the array is small and should stay in the skeleton."""
         content = buffer.raw()
         if content.nbytes <= _INLINE_ARRAY_BYTES:
             return True
@@ -183,7 +185,7 @@ class _Parts:
         return False
 
     def copy_into(self, memory: Bytes) -> None:
-        """Copy everything that was added into `memory`."""
+        """Copy all tensors and arrays that were added into `memory`, except tensors that are only lent."""
         for content, array_part in zip(self._arrays, self.array_parts, strict=True):
             _slice(memory, array_part)[:] = np.frombuffer(content, dtype=np.uint8)
         if self._tensors:
@@ -224,7 +226,7 @@ class _Parts:
 
 
 def _skeleton(state: Any, parts: _Parts) -> bytes:
-    """Pickle `state` without the contents of its tensors, which are added to `parts`."""
+    """Pickle `state` without the contents of its tensors and large arrays, which are added to `parts`."""
     structure = io.BytesIO()
     _skeleton_pickler()(structure, parts).dump(state)
     return pickle.dumps((parts.tensor_parts, parts.array_parts, structure.getvalue()), protocol=5)
@@ -232,7 +234,7 @@ def _skeleton(state: Any, parts: _Parts) -> bytes:
 
 @cache
 def _skeleton_pickler() -> Any:
-    """Return the class that pickles skeletons. It is made on first use, to import Ray as late as possible."""
+    """Return the class that pickles skeletons. The class is created on first use, to import Ray as late as possible."""
     from ray.cloudpickle import CloudPickler
 
     class SkeletonPickler(CloudPickler):
@@ -248,7 +250,7 @@ def _skeleton_pickler() -> Any:
             return self._parts.add_tensor(obj) if torch is not None and _is_plain_tensor(obj, torch) else None
 
         def reducer_override(self, obj: Any) -> Any:
-            """Replace what cannot leave its process. Everything else is pickled as usual."""
+            """Replace objects that cannot leave their process. Everything else is pickled as usual."""
             torch = self._torch
             if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
                 return _itself, (obj.module,)
@@ -260,7 +262,7 @@ def _skeleton_pickler() -> Any:
 
 
 class _SkeletonUnpickler(pickle.Unpickler):
-    """Puts the tensors back into their places."""
+    """Unpickles a skeleton and inserts the tensors."""
 
     def __init__(self, structure: bytes, arrays: list[Bytes], tensors: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(structure), buffers=arrays)
@@ -271,7 +273,7 @@ class _SkeletonUnpickler(pickle.Unpickler):
 
 
 def _loaded_torch() -> Any:
-    """Return PyTorch if this process has imported it; otherwise there are no tensors."""
+    """Return PyTorch if this process has imported it. Otherwise there are no tensors."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "nn") else None
 
@@ -281,10 +283,10 @@ def _itself(value: Any) -> Any:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Return how a tensor pickles itself, on the CPU.
+    """Return the reduction of a tensor that pickles itself, after moving it to the CPU.
 
     Raises:
-        ValueError: It is one worker's part of a divided tensor.
+        ValueError: `tensor` is one worker's shard of a sharded tensor.
     """
     if hasattr(tensor, "full_tensor"):
         raise ValueError(
@@ -295,19 +297,22 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 
 def _is_plain_tensor(value: Any, torch: Any) -> bool:
-    """Return True if `value` is a tensor that consists of its elements in memory. Other tensors pickle themselves."""
+    """Return True for a tensor that consists only of its elements in memory. Other tensors pickle themselves."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return False
     return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's elements are consecutive and unmodified in host memory."""
+    """Return True if the tensor's elements are contiguous and unmodified in host memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """Return a key that is equal for two references to one tensor. Empty tensors have no address: all differ."""
+    """Return a key that is equal for references to the same tensor.
+
+    Empty tensors have no address and are all distinct.
+    """
     if tensor.numel() == 0:
         return id(tensor)
     return (
@@ -324,19 +329,22 @@ def _identity(tensor: torch.Tensor) -> Hashable:
 
 
 def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) -> None:
-    """Copy a tensor's elements into the bytes `target`. A copy from a GPU is only queued."""
+    """Copy a tensor's elements into the bytes `target`. Copies from a GPU are only queued."""
     import torch
 
     source = tensor.detach().resolve_conj().resolve_neg()
     if part.stride is None and source.is_contiguous():
-        source = source.reshape(-1).view(torch.uint8)  # as bytes: fast, and works for any dtype
+        source = source.reshape(-1).view(torch.uint8)  # as bytes, which is fast and works for any dtype
     else:
         target = _shaped(part, target)
     target.copy_(source, non_blocking=source.is_cuda)
 
 
 def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) -> list[torch.Tensor]:
-    """Make the tensors from their bytes. Suppress PyTorch's warning about read-only ones, which we never write to."""
+    """Create the tensors from their bytes.
+
+    Suppress PyTorch's warning about read-only arrays, which are never written to.
+    """
     if not parts:
         return []
     import torch
@@ -353,7 +361,7 @@ def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) 
 
 
 def _build_tensor(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
-    """Make one tensor from its bytes, in the same storage."""
+    """Create one tensor that uses its bytes as its storage."""
     import torch
 
     tensor = _shaped(part, content) if part.num_bytes else torch.empty(part.shape, dtype=part.dtype)

@@ -1,1 +1,1 @@
-"""Text for people: cards, log lines, ranks in words, one-time warnings, masked secrets."""
+"""Text for people: cards, log lines, lists of ranks, one-time warnings, and masked secrets."""

@@ -1,4 +1,4 @@
-"""Shows facts to people: as cards in notebooks, readable on light and dark backgrounds, and as lines for a terminal.
+"""Formats facts for people: as cards in notebooks, for light and dark backgrounds, and as lines for a terminal.
 
 All text in HTML is escaped.
 """
@@ -32,12 +32,12 @@ _STYLE = """<style>
 
 
 def card(title: str, *parts: str, note: str = "") -> str:
-    """Return a card.
+    """Return an HTML card.
 
     Args:
-        title: The heading, as text.
-        parts: The content below, as HTML.
-        note: Text next to the heading.
+        title: The heading, as plain text.
+        parts: The content below the heading, as HTML.
+        note: Plain text next to the heading.
     """
     beside = f"<span>{safe(note)}</span>" if note else ""
     heading = f'<div class="raysgd-title">{safe(title)}{beside}</div>'
@@ -45,44 +45,44 @@ def card(title: str, *parts: str, note: str = "") -> str:
 
 
 def two_column_table(rows: Iterable[tuple[str, str]], kind: str = "raysgd-facts") -> str:
-    """Return names and values side by side, as a table with the CSS class `kind`."""
+    """Return an HTML table of names and values, with the CSS class `kind`."""
     body = "".join(f"<tr><th>{safe(name)}</th><td>{safe(value)}</td></tr>" for name, value in rows)
     return f'<table class="{kind}">{body}</table>'
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "raysgd-grid") -> str:
-    """Return a table with a head and the CSS class `kind`."""
+    """Return an HTML table with a header row and the CSS class `kind`."""
     top = "".join(f"<th>{safe(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td>{safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def folded(summary: str, lines: Sequence[str]) -> str:
-    """Return lines that open on a click; empty if there are none."""
+    """Return a collapsed HTML list that opens on a click, or an empty string if there are no lines."""
     items = "".join(f"<li>{safe(line)}</li>" for line in lines)
     return f"<details><summary>{safe(summary)}</summary><ul>{items}</ul></details>" if lines else ""
 
 
 def note(text: str) -> str:
-    """Return a line of text."""
+    """Return a line of text as HTML."""
     return f'<div class="raysgd-note">{safe(text)}</div>'
 
 
 def fitted(text: str, indent: int = 2) -> str:
-    """Return a text in lines that fit the terminal. Lines after the first are indented.
+    """Wrap text to the terminal's width. Lines after the first are indented.
 
-    Without a terminal, the width is 80 columns, or that of the environment variable COLUMNS.
+    Without a terminal, the width is 80 columns or the value of the environment variable COLUMNS.
     """
     return textwrap.fill(text, width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def width() -> int:
-    """Return the number of columns of the terminal, at least 40."""
+    """Return the terminal's width in columns, at least 40."""
     return max(40, shutil.get_terminal_size().columns)
 
 
 def named_lines(rows: Iterable[tuple[str, str]], indent: int = 12) -> list[str]:
-    """Return names and values, one below the other, as lines that fit the terminal."""
+    """Return names and values as lines that fit the terminal, one row below the other."""
     return [fitted(f"{name + ':':<{indent}}{value}", indent) for name, value in rows]
 
 

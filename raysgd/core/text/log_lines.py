@@ -1,8 +1,8 @@
-"""Log lines: warnings are shown by default, and the driver shows those of workers with their ranks.
+"""Log lines. Warnings are shown by default, and the driver shows its workers' warnings with their ranks.
 
-A library usually leaves logging to its user. raysgd warns of lost workers and of what changes the results of a
-training, so it shows warnings until the user sets up logging. From then on, only the user's handlers decide. A warning
-that would repeat on every batch is shown once, and lists of ranks are kept short.
+A library usually leaves logging to its user. raysgd warns about lost workers and about anything that changes training
+results, so it shows warnings until the user configures logging. From then on, only the user's handlers decide. A
+warning that would repeat on every batch is shown once, and lists of ranks are kept short.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NAME = "raysgd"
 _FORMAT = "%(asctime)s raysgd %(levelname)s: %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
-_MOST_NOTES = 1000  # lines of a worker that wait for the driver; older ones are dropped
-_MOST_TOLD = 10_000  # different lines that a driver remembers in order not to repeat them
+_MOST_NOTES = 1000  # a worker's lines that wait for the driver; older lines are dropped
+_MOST_TOLD = 10_000  # different lines that a driver remembers to avoid repeating them
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class WorkerLogLine:
 
 
 class DefaultHandler(logging.Handler):
-    """Writes the log lines of raysgd to the standard error stream if the user has set up no handler for them."""
+    """Writes raysgd's log lines to stderr if the user has configured no handler for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class DefaultHandler(logging.Handler):
 
 
 class LogBuffer(logging.Handler):
-    """Keeps the log lines of a worker process until the driver takes them."""
+    """Stores a worker process's log lines until the driver takes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,31 +66,37 @@ class LogBuffer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() == self._pid:
             self._notes.append(WorkerLogLine(record.name, record.levelno, self.format(record)))
-        elif logging.lastResort is not None:  # in a loader process, which cannot send lines to the driver
+        elif logging.lastResort is not None:  # a loader process cannot send lines to the driver
             logging.lastResort.handle(record)
 
     def glance(self) -> tuple[WorkerLogLine, ...]:
-        """Return the lines since the last time. `drain` returns them again, because a heartbeat may stay unread."""
+        """Return the lines that were not returned before.
+
+        `drain` returns them again, because a heartbeat may stay unread.
+        """
         notes = _taken_from(self._notes)
         self._glanced_at.extend(notes)
         return notes
 
     def drain(self) -> tuple[WorkerLogLine, ...]:
-        """Return the lines since the last `drain`. Lines that other threads add during it wait for the next time."""
+        """Return the lines since the last `drain`.
+
+        Lines that other threads add during this call are left for the next call.
+        """
         return (*_taken_from(self._glanced_at), *_taken_from(self._notes))
 
 
 class LogRelay:
-    """Logs the lines of workers in the driver: each line once, with the ranks that logged it."""
+    """Logs workers' lines in the driver: each line once, with the ranks that logged it."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
 
     def tell(self, notes: Mapping[str, Sequence[WorkerLogLine]]) -> None:
-        """Log the lines that were not logged yet.
+        """Log the lines that have not been logged before.
 
         Args:
-            notes: Lines by their source: `"0"` and so on for a rank, other words for a worker without a rank.
+            notes: Lines by source: the rank as a string, such as `"0"`, or a description of a worker without a rank.
         """
         speakers: dict[WorkerLogLine, list[str]] = {}
         for speaker, said in notes.items():
@@ -108,7 +114,7 @@ class LogRelay:
 
 
 def install() -> None:
-    """Show warnings by default, or the level of the environment variable, in every process that imports raysgd."""
+    """Show warnings by default, or the level set in `RAYSGD_LOG_LEVEL`. Called in every process that imports raysgd."""
     logger = logging.getLogger(_NAME)
     if not any(isinstance(handler, DefaultHandler | LogBuffer) for handler in logger.handlers):
         logger.addHandler(DefaultHandler())
@@ -127,7 +133,7 @@ def level() -> int:
 
 
 def collect(from_level: int) -> None:
-    """Keep log lines for the driver instead of showing them. For worker processes."""
+    """Store log lines for the driver instead of showing them. For worker processes."""
     global _notebook
     logger = logging.getLogger(_NAME)
     logger.handlers = [each for each in logger.handlers if not isinstance(each, DefaultHandler | LogBuffer)]
@@ -137,12 +143,15 @@ def collect(from_level: int) -> None:
 
 
 def glance() -> tuple[WorkerLogLine, ...]:
-    """Return the lines that wait for the driver, and let them wait; empty in a process that is no worker."""
+    """Return new lines for the driver, which the next `drain` returns again.
+
+    Empty in a process that is not a worker.
+    """
     return () if _notebook is None else _notebook.glance()
 
 
 def drain() -> tuple[WorkerLogLine, ...]:
-    """Return the lines that wait for the driver; empty in a process that is no worker."""
+    """Return the lines that wait for the driver. Empty in a process that is not a worker."""
     return () if _notebook is None else _notebook.drain()
 
 
@@ -159,7 +168,7 @@ def _named(who: Sequence[str]) -> str:
 
 
 class Once:
-    """Tells the first call for a key from later ones, in any thread.
+    """Distinguishes the first call for a key from later calls. Thread-safe.
 
     >>> once = Once()
     >>> once.is_first("weights"), once.is_first("weights"), once.is_first("accuracy")
@@ -170,13 +179,13 @@ class Once:
         self._first: dict[Hashable, object] = {}
 
     def is_first(self, key: Hashable) -> bool:
-        """Return True at the first call for `key`."""
+        """Return True on the first call for `key`."""
         mark = object()
-        return self._first.setdefault(key, mark) is mark  # atomic: only one of two threads wins
+        return self._first.setdefault(key, mark) is mark  # atomic: only one thread wins
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Return ranks in order, for sentences. Four or more consecutive ranks become a range."""
+    """Format ranks in ascending order for sentences. Four or more consecutive ranks become a range."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -187,7 +196,7 @@ def listed(ranks: Collection[int]) -> str:
 
 
 def named(ranks: Collection[int]) -> str:
-    """Return ranks as in `listed`, after the word "rank" or "ranks".
+    """Format ranks like `listed`, preceded by the word "rank" or "ranks".
 
     >>> named([2]), named(range(4)), named([0, 2])
     ('rank 2', 'ranks 0-3', 'ranks 0, 2')

@@ -1,4 +1,4 @@
-"""Keys and passwords: the only list of their names, and the only function that masks them in what is shown."""
+"""Keys and passwords: the only list of their names, and the only function that masks them in output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, overload
 
 _HIDDEN = "***"
 
-# Secret words: anywhere in a name, at the end of a name, and as the last separate word of a name.
+# Patterns for secrets: anywhere in a name, at the end of a name, and as the last separate word of a name.
 _ANYWHERE = r"passw(?:or)?d|passphrase|passcode|pwd|secret|credential|private_?key|conn(?:ection)?_?str"
 _AT_THE_END = (
     r"(?:(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token)|(?:db|smtp|user|root)_?pass"
@@ -36,7 +36,7 @@ _ENTRY = re.compile(
 
 
 def has_secret(text: str) -> bool:
-    """Return True if a text, such as a URI, contains keys or passwords.
+    """Return True if a string, such as a URI, contains keys or passwords.
 
     >>> has_secret("s3://id:secret@bucket/a"), has_secret("s3://bucket/a")
     (True, False)
@@ -45,7 +45,7 @@ def has_secret(text: str) -> bool:
 
 
 def user_of(uri: str) -> str:
-    """Return the part before the bucket or the host of a URI, including its `@`.
+    """Return the part of a URI before the bucket or host, including the `@`.
 
     >>> user_of("s3://id:a/secret@bucket/a"), user_of("s3://bucket/a")
     ('id:a/secret@', '')
@@ -63,10 +63,10 @@ def masked(value: Any) -> Any: ...
 
 
 def masked(value: Any) -> Any:
-    """Return a value without the keys and passwords in it, so that it can be shown.
+    """Mask the keys and passwords in a value, so that it can be shown.
 
-    Masks entries with such names, and secrets in texts. An object whose `repr` shows a secret becomes that text,
-    masked. A value without secrets is returned unchanged.
+    Masks dict entries with secret names, and secrets in strings. An object whose `repr` contains a secret is replaced
+    by its masked `repr`. A value without secrets is returned unchanged.
 
     >>> masked({"lr": 0.1, "db": {"password": "abc"}, "data": ["s3://id:secret@bucket/a?region=x&sig=y"]})
     {'lr': 0.1, 'db': {'password': '***'}, 'data': ['s3://***@bucket/a?region=x&sig=***']}

@@ -1,6 +1,7 @@
 """Sinks for metrics, one for each format. The callbacks of all front ends use them.
 
-A sink is opened for a run, takes rows, and is closed. It knows nothing of trainers and callbacks. Its file is complete
-after each row, except those of TensorBoard, which follow within two seconds. A sink raises an error if it cannot write.
-Its owner writes through a `SafeSink`, which warns instead, so that no failure of a sink ends a training.
+A sink is opened for a run, accepts rows, and is closed. It knows nothing about trainers or callbacks. Its file is
+complete after each row, except for TensorBoard files, which are flushed within two seconds. A sink raises an error if
+it cannot write. Its owner writes through a `SafeSink`, which warns instead, so that a failing sink never ends a
+training run.
 """

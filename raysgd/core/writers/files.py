@@ -1,4 +1,4 @@
-"""Metrics in files: JSON lines, a JSON list, a CSV table, and event files for TensorBoard."""
+"""Writes metrics to files: JSON lines, a JSON list, a CSV table, and TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLUSH_S = 2.0
 
 
 class SafeFallbackEncoder(json.JSONEncoder):
-    """Writes arrays as lists, NumPy scalars as numbers, and all other values that JSON does not know as text."""
+    """Encodes arrays as lists, NumPy scalars as numbers, and all other values that JSON does not support as strings."""
 
     def default(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
@@ -38,11 +38,11 @@ class SafeFallbackEncoder(json.JSONEncoder):
 
 
 class JsonLines(FileSink):
-    """Writes one JSON object per line. After a line that was cut off, by a full disk or a kill, it starts a new one.
+    """Writes one JSON object per line. If the last line was cut off by a full disk or a kill, a new line is started.
 
     Args:
         name: The file.
-        last: Entries at the end of each line.
+        last: Entries to add at the end of each line.
         strict: As for `as_json`.
     """
 
@@ -64,7 +64,7 @@ class JsonLines(FileSink):
 
 
 def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
-    """Keep only the reports of a file of lines up to a step. Lines that are not reports go, too."""
+    """Remove the reports after a step from a file of JSON lines, and lines that are not reports."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report, last_step)]
     with replacing(str(path)) as file:
@@ -72,12 +72,12 @@ def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
 
 
 def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None) -> bool:
-    """Return True if a report is of an epoch up to `step`, or, for a function, of a report up to it.
+    """Return True if a report's epoch, or the report's number for a training function, is at most `step`.
 
     Args:
-        step: The last epoch or report that counts.
+        step: The last epoch or report number that counts.
         report: The report.
-        last_step: The last step inside the next epoch that counts; None if none does.
+        last_step: The last step inside the next epoch that counts. None if no such step counts.
     """
     try:
         number = int(report.get("training_iteration") or report["epoch"])
@@ -88,7 +88,7 @@ def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None)
 
 
 def report_in(line: str) -> dict[str, Any] | None:
-    """Return the report in a line; None if it is incomplete, as after a kill."""
+    """Return the report in a line, or None if the line is incomplete, as after a kill."""
     try:
         report = json.loads(line)
     except (ValueError, RecursionError):
@@ -97,7 +97,7 @@ def report_in(line: str) -> dict[str, Any] | None:
 
 
 class JsonList(FileSink):
-    """Writes a file that is one list, complete after each row. An existing file is replaced by an empty list."""
+    """Writes a file that contains one JSON list and is valid after each row. An existing file is replaced."""
 
     def _begin(self, first_step: int | None) -> None:
         self._num_bytes = self.path.write_text("[]") - 1
@@ -113,14 +113,14 @@ class JsonList(FileSink):
 
 
 def as_json(value: Any, indent: int | None = None, *, strict: bool = True) -> str:
-    """Return the value as JSON. Values and keys that JSON does not know become text.
+    """Encode a value as JSON. Values and keys that JSON does not support become strings.
 
-    NaN and infinity become null. With `strict=False` they are written as Python does.
+    NaN and infinity become null. With `strict=False`, they are written as `NaN` and `Infinity`.
     """
     dump = partial(json.dumps, cls=SafeFallbackEncoder, indent=indent, allow_nan=not strict)
     try:
         return dump(value)
-    except (TypeError, ValueError):  # keys that are not text, a dict inside itself, or NaN
+    except (TypeError, ValueError):  # keys that are not strings, a dict that contains itself, or NaN
         return dump(_plain(value, strict, depth=0))
 
 
@@ -137,9 +137,9 @@ def _plain(value: Any, strict: bool, depth: int) -> Any:
 
 
 def open_to_append(path: Path) -> IO[bytes]:
-    """Open a file of lines to append to. Complete a last line that has no end.
+    """Open a file of lines for appending. If the last line has no line break, add it.
 
-    Close it after one report, because a handle on which a write failed would refuse all later ones.
+    Close the file after one report, because a file object on which a write failed may reject all later writes.
     """
     file = open(path, "ab+")  # noqa: SIM115
     if file.tell():
@@ -150,7 +150,10 @@ def open_to_append(path: Path) -> IO[bytes]:
 
 
 class CsvTable(FileSink):
-    """Writes a table. Nested metrics get columns such as `val/loss`. A new metric adds a column to the whole table."""
+    """Writes a CSV table. Nested metrics get columns such as `val/loss`.
+
+    A new metric adds a column to the whole table.
+    """
 
     def _begin(self, first_step: int | None) -> None:
         self._columns = _columns_in(self.path)
@@ -167,7 +170,7 @@ class CsvTable(FileSink):
             file.write(_encoded(self._columns, [flat]))
 
     def _rewrite(self, is_kept: Callable[[Mapping[str, Any]], bool], added: Sequence[str] = ()) -> list[str]:
-        """Rewrite the rows to keep, with additional columns. Return the columns."""
+        """Rewrite the file with the rows to keep and the additional columns. Return the columns."""
         columns = [*self._columns, *added]
         with _reading(self.path) as lines:
             rows = [row for row in csv.DictReader(lines) if is_kept(row)]
@@ -177,7 +180,7 @@ class CsvTable(FileSink):
 
 
 def _columns_in(path: Path) -> list[str]:
-    """Return the columns of the run that this one continues."""
+    """Return the columns of the existing file, or an empty list if there is no file."""
     if not path.exists():
         return []
     with _reading(path) as lines:
@@ -186,7 +189,7 @@ def _columns_in(path: Path) -> list[str]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Iterator[str]]:
-    """Yield the lines of a table, even of a damaged one: `csv` in Python 3.10 refuses zero bytes, so drop these."""
+    """Yield the lines of a table, even of a damaged table: drop null bytes, which `csv` in Python 3.10 rejects."""
     with open(path, encoding="utf-8", errors="replace", newline="") as file:
         yield (line.replace("\0", "") for line in file)
 
@@ -201,16 +204,17 @@ logger = logging.getLogger(__name__)
 
 
 class EventFile(Sink):
-    """Writes metrics to an event file for TensorBoard. A thread flushes it within two seconds.
+    """Writes metrics to a TensorBoard event file. A thread flushes it within two seconds.
 
     tensorboardX imports PyTorch, which takes a second if the driver has not imported it. So another thread opens the
-    file after the first row. Neither the start of a run nor a row waits for it, unless rows are flushed.
+    file after the first row. Neither the start of a run nor a row waits for the import, unless rows are flushed.
 
     Args:
-        folder: The folder of the file: an absolute path, or relative to that of the run; "" for that itself.
-        prefix: Prefix of the names of all metrics, without a slash at the end; "" for none.
-        flushes: True if each row is on the disk when `write` returns.
-        purpose: What needs the package, for the error if it is missing.
+        folder: The file's folder: an absolute path, or a path relative to the run's folder. "" stands for the run's
+            folder.
+        prefix: Prefix of all metric names, without a trailing slash. "" for no prefix.
+        flushes: True to flush each row before `write` returns.
+        purpose: What needs the package, for the error if the package is missing.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
@@ -233,7 +237,7 @@ class EventFile(Sink):
         self._opener, self._waiting = None, []
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Write one row as soon as the file is open. Skip values that cannot be shown, with a warning for each name."""
+        """Write a row once the file is open. Skip unsupported values, with one warning per name."""
         self._waiting.append((dict(row), step))
         if self._opener is None:
             self._opener = ThreadPoolExecutor(1, thread_name_prefix="raysgd-tensorboard")
@@ -242,7 +246,7 @@ class EventFile(Sink):
             self._write_waiting()
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Write the waiting rows, and end the file and its threads."""
+        """Write the waiting rows, and close the file and its threads."""
         opener, self._opener = self._opener, None
         if opener is None:
             return
@@ -254,7 +258,7 @@ class EventFile(Sink):
 
     def _write_waiting(self) -> None:
         writer = self._opening.result()
-        while self._waiting:  # if one fails, the rows after it wait for the next time
+        while self._waiting:  # if a row fails, the rows after it are retried on the next call
             self._write_row(writer, *self._waiting.pop(0))
         if self._flushes:
             writer.flush()
@@ -275,7 +279,7 @@ class EventFile(Sink):
         elif isinstance(value, list | np.ndarray) and len(value) > 0:
             try:
                 writer.add_histogram(name, value, global_step=step)
-            except (TypeError, ValueError):  # a list of other things than numbers
+            except (TypeError, ValueError):  # a list of values that are not numbers
                 self._warn(name, value)
         elif not isinstance(value, Mapping):
             self._warn(name, value)
@@ -291,7 +295,7 @@ def _writer_in(folder: Path) -> Any:
 
 
 def _write_scalars(writer: Any, scalars: Mapping[str, Any], step: int) -> None:
-    """Write all of them in one event, because each event wakes the thread that writes."""
+    """Write all scalars in one event, because each event wakes the writer thread."""
     summary = require("tensorboardX.summary", extra="tensorboard", purpose="a file for TensorBoard")
     if scalars:
         first, *others = (summary.scalar(name, value) for name, value in scalars.items())

@@ -1,4 +1,4 @@
-"""Metrics in runs of services: MLflow, Weights & Biases, and Comet."""
+"""Writes metrics to runs of services: MLflow, Weights & Biases, and Comet."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from raysgd.core.writers.sink import Sink
 
 
 class ServiceRun(Sink):
-    """Writes to a run of a service: the active one of this process, which stays open at the end, or a new one.
+    """Writes to a service's run: this process's active run, which stays open afterwards, or a new run.
 
     Args:
-        package: The package of the service.
-        extra: The extra of this distribution that installs it.
-        purpose: What needs it, for the error if it is missing.
-        name: Name of a new run; None for the name of the raysgd run.
+        package: The service's package.
+        extra: The extra of this distribution that installs the package.
+        purpose: What needs the package, for the error if the package is missing.
+        name: Name of a new run. Default: the name of the raysgd run.
 
     Attributes:
-        run_id: ID of the service's run. If it is set before `open`, that run is continued, unless the raysgd run is
+        run_id: Id of the service's run. If it is set before `open`, that run is continued, unless the raysgd run is
             new.
 
     Raises:
@@ -43,7 +43,7 @@ class ServiceRun(Sink):
 
     @property
     def _service(self) -> Any:
-        """The package. It is not stored, because a module cannot be copied."""
+        """The package. It is not stored, because modules cannot be copied."""
         return require(self._package, self._extra)
 
     def open(self, run: Any, first_step: int | None = None) -> None:
@@ -59,19 +59,19 @@ class ServiceRun(Sink):
 
     @abstractmethod
     def _active(self) -> Any:
-        """Return the active run of this process; None if there is none."""
+        """Return this process's active run, or None."""
 
     @abstractmethod
     def _start(self, run: Any) -> Any:
-        """Start a run, or continue the run `run_id` if there is one."""
+        """Start a run. If `run_id` is set, continue the run with that id."""
 
     @abstractmethod
     def _end(self, started: Any, has_failed: bool) -> None:
-        """End a run that was started here."""
+        """End a run that this sink started."""
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are numbers, including those in nested dicts."""
+    """Return the metrics that are numbers, including numbers in nested dicts."""
     found = {}
     for name, value in flattened(metrics).items():
         try:
@@ -83,23 +83,24 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 logger = logging.getLogger(__name__)
 
-_default_stores: set[str] = set()  # chosen by this module; MLflow cannot tell them from a user's choice
+_default_stores: set[str] = set()  # chosen by this module; MLflow cannot distinguish them from a user's choice
 
 
 class MLflowRun(ServiceRun):
-    """Writes to a run of MLflow.
+    """Writes to an MLflow run.
 
     Args:
-        tracking_uri: Where runs are stored. Default: the value of `mlflow.set_tracking_uri` or of the environment
-            variable MLFLOW_TRACKING_URI, otherwise the folder `mlruns` in the folder of the raysgd run.
-        registry_uri: Where models are stored. Default: with the runs, or MLFLOW_REGISTRY_URI if it is set.
-        experiment_id: ID of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
-        experiment_name: Without an ID, the name of an experiment, which is created if necessary. Default:
+        tracking_uri: URI of the store for runs. Default: the value of `mlflow.set_tracking_uri` or of the environment
+            variable MLFLOW_TRACKING_URI, otherwise the folder `mlruns` in the raysgd run's folder.
+        registry_uri: URI of the store for models. Default: MLFLOW_REGISTRY_URI if it is set, otherwise the store for
+            runs.
+        experiment_id: Id of an existing experiment. Default: the environment variable MLFLOW_EXPERIMENT_ID.
+        experiment_name: Without an id, the name of an experiment, which is created if necessary. Default:
             MLFLOW_EXPERIMENT_NAME, otherwise the name of the raysgd run.
-        tags: Tags of the run.
-        joins: True to write to the active run, if there is one.
+        tags: Tags to set on the run.
+        joins: True to write to the active run if one exists.
         name: Name of a new run.
-        purpose: What needs MLflow, for the error if it is missing.
+        purpose: What needs MLflow, for the error if MLflow is missing.
     """
 
     def __init__(
@@ -137,7 +138,10 @@ class MLflowRun(ServiceRun):
         self._service.end_run(status="FAILED" if has_failed else "FINISHED")
 
     def _log_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Log the parameters, or those that MLflow accepts: an active run may have another value for one of them."""
+        """Log the parameters. If MLflow rejects them, log each one that it accepts.
+
+        An active run may already have other values for some parameters.
+        """
         try:
             self._service.log_params(parameters)
         except self._service.exceptions.MlflowException as error:
@@ -147,11 +151,11 @@ class MLflowRun(ServiceRun):
                     self._service.log_param(name, value)
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Log the numbers of a row."""
+        """Log the numeric metrics of a row."""
         self._service.log_metrics(_by_allowed_names(numbers_in(row)), step=step)
 
     def add_folder(self, folder: Path) -> None:
-        """Upload a folder under its own name."""
+        """Upload a folder under the same name."""
         self._service.log_artifacts(str(folder), artifact_path=folder.name)
 
     def _choose_store(self, default: Path) -> None:
@@ -182,14 +186,14 @@ class MLflowRun(ServiceRun):
 
 
 def _parameters(config: Any) -> dict[str, Any]:
-    """Return the config of a function as names and values, if it has names."""
+    """Return a training function's config as names and values."""
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
 
 
 def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with names that MLflow allows. Other characters become underscores.
+    """Replace the characters that MLflow does not allow in names with underscores.
 
     >>> from raysgd.utils import BATCH_SIZE
     >>> _by_allowed_names({BATCH_SIZE: 64, "top@5": 0.9})
@@ -199,11 +203,11 @@ def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WandbRun(ServiceRun):
-    """Writes to a run of Weights & Biases.
+    """Writes to a Weights & Biases run.
 
     Args:
         name: Name of a new run.
-        purpose: What needs the package, for the error if it is missing.
+        purpose: What needs the package, for the error if the package is missing.
         options: Arguments of `wandb.init`, such as `project` and `mode`.
     """
 
@@ -224,7 +228,7 @@ class WandbRun(ServiceRun):
         return self._service.init(config=dict(masked(run.config)), **options)
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Log the numbers of a row."""
+        """Log the numeric metrics of a row."""
         self._run.log(numbers_in(row), step=step)
 
     def _end(self, started: Any, has_failed: bool) -> None:
@@ -232,13 +236,14 @@ class WandbRun(ServiceRun):
 
 
 class CometRun(ServiceRun):
-    """Writes to an experiment of Comet.
+    """Writes to a Comet experiment.
 
     Args:
-        online: True to send it. Otherwise it becomes an archive in the folder of the run, for `comet upload`.
+        online: True to send the experiment to Comet. False to write an archive into the run's folder, for `comet
+            upload`.
         name: Name of a new experiment.
-        purpose: What needs the package, for the error if it is missing.
-        options: Arguments of the experiment, such as `project_name` and `workspace`.
+        purpose: What needs the package, for the error if the package is missing.
+        options: Arguments of Comet's experiment class, such as `project_name` and `workspace`.
     """
 
     def __init__(
@@ -254,7 +259,7 @@ class CometRun(ServiceRun):
 
     def _active(self) -> Any:
         active = self._service.get_running_experiment()
-        return active if active is not None and active.alive else None  # Comet still returns one that has ended
+        return active if active is not None and active.alive else None  # Comet may return an experiment that has ended
 
     def _start(self, run: Any) -> Any:
         options = dict(self._options)
@@ -270,7 +275,7 @@ class CometRun(ServiceRun):
         return started
 
     def write(self, row: Mapping[str, Any], step: int) -> None:
-        """Log the numbers of a row."""
+        """Log the numeric metrics of a row."""
         self._run.log_metrics(numbers_in(row), step=step)
 
     def _end(self, started: Any, has_failed: bool) -> None:

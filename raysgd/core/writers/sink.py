@@ -1,4 +1,4 @@
-"""`Sink`, the interface of everything that writes metrics, and `SafeSink`, whose failures never end a training."""
+"""`Sink`, the interface of all metric writers, and `SafeSink`, whose failures never end a training run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInFolder:
-    """A minimal run, for sinks that only need a folder."""
+    """A minimal run, for sinks that need only a folder."""
 
     folder: Path
     config: Any = None
@@ -27,9 +27,9 @@ class RunInFolder:
 
 
 class Sink(ABC):
-    """Writes the rows of a run to one place in one format. Every method raises its errors.
+    """Writes the rows of a run to one destination in one format. Every method raises its errors.
 
-    Before it is opened, it is plain data that can be copied and pickled.
+    Before `open`, a sink is plain data that can be copied and pickled.
     """
 
     @abstractmethod
@@ -37,10 +37,10 @@ class Sink(ABC):
         """Start writing for a run.
 
         Args:
-            run: The run, with its `folder`, `config` and `name`. A sink that writes elsewhere does not read `folder`,
-                because that may create it.
-            first_step: The step from which the run continues; rows of later steps belong to another run and are
-                removed. 0 for a new run. None to keep everything.
+            run: The run, with its `folder`, `config` and `name`. A sink that writes elsewhere must not read `folder`,
+                because reading it may create the folder.
+            first_step: The step from which the run continues. Rows of later steps come from a previous run and are
+                removed. 0 for a new run. None to keep all rows.
         """
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Sink(ABC):
         """Write one row of metrics."""
 
     def close(self, *, has_failed: bool = False) -> None:  # noqa: B027
-        """Close the sink, even one that is only half open. It may be opened again for the next run.
+        """Close the sink, even if `open` failed halfway. The sink may be opened again for the next run.
 
         Args:
             has_failed: True if the run has failed.
@@ -59,11 +59,12 @@ class FileSink(Sink):
     """Writes one file. A row is complete when `write` returns.
 
     Args:
-        name: The file: an absolute path, or a name in the folder of the run.
+        name: The file: an absolute path, or a name in the run's folder.
 
     Attributes:
-        path: Path of the file; before `open`, the name.
-        last_step: For rows with a step: the last step inside an epoch that was left whose row stays; None if none does.
+        path: The file's path. Before `open`, its name.
+        last_step: For rows with a step, the last step inside an interrupted epoch whose row is kept. None if no such
+            row is kept.
     """
 
     last_step: int | None = None
@@ -78,21 +79,21 @@ class FileSink(Sink):
 
     @abstractmethod
     def _begin(self, first_step: int | None) -> None:
-        """Create the file, or remove from it what the run does not continue."""
+        """Create the file, or remove the rows that the run does not continue."""
 
 
 def place_in(run: Any, name: Path) -> Path:
-    """Return a place in the folder of a run. An absolute path stays unchanged."""
+    """Return a path in a run's folder. An absolute path stays unchanged."""
     return name if name.is_absolute() else run.folder / name
 
 
 class SafeSink:
-    """A sink that warns of failures, once for each kind of error, and continues to write what it can.
+    """Wraps a sink. Turns its failures into warnings, once per error type, and continues writing later rows.
 
     Args:
-        sink: The sink that writes.
-        owner: The user's name for it, for the warnings.
-        hidden: Metrics that are not written.
+        sink: The sink to write to.
+        owner: The sink's name for users, shown in warnings.
+        hidden: Names of metrics that are not written.
     """
 
     def __init__(self, sink: Sink, owner: str, hidden: Collection[str] = ()) -> None:
@@ -110,24 +111,24 @@ class SafeSink:
         """Open the sink.
 
         Raises:
-            Exception: It cannot be opened. Each row tries again.
+            Exception: The sink cannot be opened. Each row tries again.
         """
         self.begin(run, first_step)
         self._open_once()
 
     def begin(self, run: Any, first_step: int | None = None) -> None:
-        """Set the run. The first row opens the sink."""
+        """Set the run. The sink is opened by the first row."""
         self._run, self.first_step, self._is_open = run, first_step, False
 
     def write(self, row: Any, step: int) -> None:
-        """Write one row, or warn."""
+        """Write one row. On failure, warn."""
         with self.warns():
             self._open_once()
             shown = {name: row[name] for name in row if name not in self._hidden} if self._hidden else row
             self._sink.write(shown, step)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close the sink if it is open, or warn."""
+        """Close the sink if it is open. On failure, warn."""
         with self.warns():
             if self._is_open:
                 self._is_open, self._run = False, None
@@ -149,15 +150,15 @@ class SafeSink:
 
 @contextmanager
 def failures_warned(owner: str, warned: Once) -> Iterator[None]:
-    """Turn an exception of the block into a warning, once for each kind of error.
+    """Turn an exception of the block into a warning, once per error type.
 
     Args:
-        owner: What fails, as the user calls it.
-        warned: Remembers the kinds of errors of which it has warned.
+        owner: Name of the failing object for users, shown in the warning.
+        warned: Remembers the error types that were already warned about.
     """
     try:
         yield
-    except Exception as error:  # of a disk or a service, or a bug: it must not end days of training
+    except Exception as error:  # from a disk or a service, or a bug: it must not end days of training
         kind = type(error).__name__
         if warned.is_first(kind):
             logger.warning(

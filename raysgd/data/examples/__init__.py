@@ -1,1 +1,1 @@
-"""Example modules that user code imports from. The scripts to run and to read are in the folder `examples`."""
+"""Example modules that user code imports from. The example scripts are in the folder `examples`."""

@@ -1,4 +1,4 @@
-"""The points for the examples that learn the identity, as numbers and as data frames."""
+"""The data points for the identity examples, as numbers and as data frames."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ POINTS = [index / NUM_POINTS for index in range(NUM_POINTS)]
 
 
 def dataset_creator(num_shards: int) -> MLDataset:
-    """Return the numbers as data frames with the columns 0, the input, and 1, the label."""
+    """Return the points as data frames with column 0, the input, and column 1, the label."""
     pairs = from_items(POINTS, num_shards).for_each(lambda point: [point, point])
     return from_parallel_iter(pairs, need_convert=True, batch_size=32)

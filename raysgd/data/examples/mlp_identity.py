@@ -1,7 +1,7 @@
-"""Teaches a small network the identity, from a `Dataset` that is divided over the workers.
+"""Trains a small network to learn the identity, from a `Dataset` that is sharded across workers.
 
-Data: 6,400 computed numbers from 0 to 1; each is its own label. Do not rename anything here: existing programs and
-tests import these names.
+Data: 6,400 computed numbers from 0 to 1; each number is its own label. Do not rename anything here, because existing
+programs and tests import these names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raysgd.data.examples._points import POINTS
 
 
 class Net(nn.Module):
-    """A network with one hidden layer of 128."""
+    """A network with one hidden layer of 128 units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ def model_creator(config: dict[str, Any]) -> nn.Module:
 
 
 def optimizer_creator(model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
-    """Create plain gradient descent with learning rate `lr`, 0.0001 by default."""
+    """Create an SGD optimizer with learning rate `lr`, 0.0001 by default."""
     return torch.optim.SGD(model.parameters(), lr=config.get("lr", 1e-4))
 
 
 def to_mat(x: float) -> torch.Tensor:
-    """Return the number as a matrix.
+    """Return a number as a 1x1 matrix.
 
     >>> to_mat(0.5)
     tensor([[0.5000]])
@@ -52,7 +52,7 @@ def _pair(x: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dataset_creator() -> Dataset:
-    """Create the dataset of the numbers, in batches of 32."""
+    """Create the dataset of the points, in batches of 32."""
     return Dataset(POINTS, batch_size=32, max_concurrency=2, download_func=_pair)
 
 
@@ -61,8 +61,8 @@ def main(num_workers: int = 2, num_steps: int = 200, use_gpu: bool = False) -> f
 
     Args:
         num_workers: Number of workers.
-        num_steps: Steps of each of five epochs.
-        use_gpu: True if each worker gets a GPU.
+        num_steps: Steps in each of five epochs.
+        use_gpu: True to give each worker a GPU.
     """
     from raysgd.torch import TorchTrainer, TrainingOperator
 

@@ -1,7 +1,7 @@
-"""Teaches a small network the identity, from an `MLDataset`, with TensorFlow.
+"""Trains a small network to learn the identity, from an `MLDataset`, with TensorFlow.
 
-Data: 6,400 computed numbers from 0 to 1; each is its own label. Do not rename anything here: existing programs and
-tests import these names.
+Data: 6,400 computed numbers from 0 to 1; each number is its own label. Do not rename anything here, because existing
+programs and tests import these names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["dataset_creator", "main", "make_data_creator", "model_creator"]
 
 
 def model_creator(config: dict[str, Any]) -> Any:
-    """Return a compiled model with one hidden layer of 128; `lr` is Adam's learning rate, 0.0001 by default."""
+    """Return a compiled model with one hidden layer of 128 units. `lr` is Adam's learning rate, 0.0001 by default."""
     import tensorflow as tf
 
     layers = [tf.keras.layers.Input([1]), tf.keras.layers.Dense(128, activation="relu"), tf.keras.layers.Dense(1)]
@@ -43,7 +43,7 @@ def make_data_creator(tf_ds: Any) -> Callable[[dict[str, Any]], tuple[Any, None]
 
 
 def _rank() -> int:
-    """Return the worker's rank, or -1, for all shards, if there is only one worker."""
+    """Return the worker's rank. With a single worker, return -1, which stands for all shards."""
     cluster = os.environ.get("TF_CONFIG")
     return int(json.loads(cluster)["task"]["index"]) if cluster else -1
 
@@ -54,7 +54,7 @@ def main(num_replicas: int = 2, num_epochs: int = 5, num_steps: int = 100) -> fl
     Args:
         num_replicas: Number of workers and of shards.
         num_epochs: Number of epochs.
-        num_steps: Steps of each epoch.
+        num_steps: Steps per epoch.
     """
     import numpy as np
 

@@ -1,7 +1,7 @@
-"""Teaches a small network the identity, from an `MLDataset`, with PyTorch.
+"""Trains a small network to learn the identity, from an `MLDataset`, with PyTorch.
 
-Data: 6,400 computed numbers from 0 to 1; each is its own label. Do not rename anything here: existing programs and
-tests import these names.
+Data: 6,400 computed numbers from 0 to 1; each number is its own label. Do not rename anything here, because existing
+programs and tests import these names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Net", "dataset_creator", "main", "make_train_operator"]
 
 
 def make_train_operator(ds: Any) -> type[Any]:
-    """Return the operator class, which trains on the shard of its rank.
+    """Return an operator class that trains on the shard of its rank.
 
     Args:
         ds: A `TorchMLDataset` with as many shards as there are workers.
@@ -46,7 +46,7 @@ def main(num_workers: int = 2, num_epochs: int = 5, num_steps: int = 100) -> flo
     Args:
         num_workers: Number of workers and of shards.
         num_epochs: Number of epochs.
-        num_steps: Steps of each epoch.
+        num_steps: Steps per epoch.
     """
     from raysgd.torch import TorchTrainer
 

@@ -344,6 +344,11 @@ class TorchHostedOperator(hosted.HostedOperator):
         finally:
             rng.restore(drawn)
 
+    @contextmanager
+    def inside_epoch(self) -> Iterator[None]:
+        with super().inside_epoch(), metric_objects.set_aside(self.operator, self.internals.registered):
+            yield
+
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
         if self._prediction is None:
             self._prediction = PredictionLoader(partial(self.feed.collate_fn, "validation"), self._make_batch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,19 @@ def reset(*holders: Any) -> None:
         metric.reset()
 
 
+@contextmanager
+def set_aside(*holders: Any) -> Iterator[None]:
+    """Reset the metrics among the attributes of objects, and restore them at the end of the block."""
+    metrics = [inner for metric in _held_by_any(holders) for inner in _metrics_in(metric)]
+    kept = [(metric, _contents(metric)) for metric in metrics]
+    reset(*holders)
+    try:
+        yield
+    finally:
+        for metric, contents in kept:
+            _put_back(metric, contents)
+
+
 def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
     """Remember the contents of metrics and the metrics inside them, and return a function that restores them."""
     inner_metrics = {id(inner): inner for metric in metrics for inner in _metrics_in(metric)}
@@ -94,10 +108,14 @@ def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
     def forget_the_rest() -> None:
         for metric, contents in kept:
             if metric.update_count >= contents["_update_count"]:
-                for name, value in contents.items():
-                    setattr(metric, name, value)
+                _put_back(metric, contents)
 
     return forget_the_rest
+
+
+def _put_back(metric: Metric, contents: dict[str, Any]) -> None:
+    for name, value in contents.items():
+        setattr(metric, name, value)
 
 
 def _held_by_any(holders: Sequence[Any]) -> Iterable[Metric]:

@@ -71,8 +71,8 @@ Listener = Callable[[CallProgress], None]
 _ASK_FOR_STEPS_S = 1.0
 _INSIDE_A_CALL = (
     "`on_progress` and `on_step_metrics` are called while the workers run a call, and the trainer cannot do anything "
-    "else meanwhile. Validate and save in `on_epoch_trained`. To do so every 100 steps, loop: "
-    "`trainer.train(num_steps=100); trainer.validate(); trainer.save(path)`."
+    "else meanwhile. Validate and save in `on_epoch_trained`. To do so every 100 steps, pass "
+    "`validate_every_n_steps=100` to `fit`, and `Checkpointing(every_n_steps=100)`."
 )
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from raysgd.callbacks.callback import Run
+from raysgd.callbacks.callback import Callback, Run, SaveBehind
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
@@ -24,6 +25,7 @@ from raysgd.core.engine.snapshots import Snapshot
 from raysgd.core.engine.worker import is_sendable
 from raysgd.core.files import check_path, make_folder
 from raysgd.core.history.history import CallRecord, History, RecordBeside
+from raysgd.core.numbers.metric_names import validation_name
 from raysgd.core.text.log_lines import Once
 from raysgd.exceptions import (
     CallbackError,
@@ -35,8 +37,10 @@ from raysgd.exceptions import (
     WorkersLostError,
 )
 from raysgd.storage import files
+from raysgd.storage.background_writer import SubmittedWrite
 from raysgd.trainer.driver.calls import EpochCalls, EpochLeft, Listener, StepListener, asked
 from raysgd.trainer.driver.leaving import Leaving
+from raysgd.trainer.driver.pauses import Pauses
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
 from raysgd.trainer.messages.epochs import VALIDATES, EpochRequest
@@ -49,7 +53,10 @@ _COUNTS = {
     "epochs": "a number of epochs, 0 or more",
     "validation_freq": "0 (never), 1 (after each epoch), or after how many epochs",
     "log_every_n_steps": "a number of steps, or 0 for epochs only",
+    "max_steps": "a number of steps, 0 or more, or None for no limit",
+    "validate_every_n_steps": "a number of steps of at least 1, or None to validate after epochs only",
 }
+_MAY_BE_NONE = {"epochs", "max_steps", "validate_every_n_steps"}
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +71,8 @@ class FitOptions:
         ValueError: A path is empty, the folder is a URI, or `validate` is unknown.
     """
 
-    epochs: int
+    epochs: int | None = None
+    _: KW_ONLY
     callbacks: Any = ()
     validation_freq: int = 1
     dataset: Any = None
@@ -75,12 +83,23 @@ class FitOptions:
     progress: Any = False
     log_every_n_steps: int = 50
     max_time: Any = None
+    max_steps: int | None = None
+    validate_every_n_steps: int | None = None
 
     def __post_init__(self) -> None:
+        if self.epochs is None and self.max_steps is None:
+            raise InvalidCountError("Without `epochs`, pass `max_steps`: the number of steps after which the run ends.")
         for name, needed in _COUNTS.items():
             value = getattr(self, name)
-            if not checks.is_integer(value) or value < 0:
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            if not checks.is_integer(value) or value < (name == "validate_every_n_steps"):
                 raise InvalidCountError(f"`{name}={value!r}`: need {needed}.")
+        if self.validate_every_n_steps is not None and self.validate == ASYNC:
+            raise ValueError(
+                f'`validate_every_n_steps` with `validate="{ASYNC}"` cannot work: inside an epoch, the workers that '
+                "train also validate. Leave one of them out."
+            )
         if self.validate not in (INLINE, ASYNC):
             raise ValueError(
                 f'`validate={self.validate!r}`: allowed are "{INLINE}" (the next epoch follows the validation) and '
@@ -94,8 +113,9 @@ class FitOptions:
             check_path("folder", self.folder, instead=_INSTEAD_OF_URI)
 
 
-FitProgress = tuple[Sidecar, Any]
-"""Progress of a `fit`, so that another process can continue it; and the folder for callbacks, if it is known yet."""
+FitProgress = tuple[Sidecar, Any, int | None]
+"""Progress of a `fit`, so that another process can continue it; the folder for callbacks, if it is known yet; and the
+step, if the run acts inside epochs."""
 
 NoteProgress = Callable[[FitProgress], None]
 """Function that keeps the progress of a `fit`."""
@@ -150,9 +170,12 @@ class TrainerPort:
         left_file: File in which a detached trainer is saved when it ends without its program; None for others.
         leaves_epochs: True if a run can stop inside an epoch.
         epoch_obstacle: Says why an epoch can only begin again; None if it can continue.
+        save_behind: Writes the state behind the training. Returns None if the file is complete already.
         save_snapshot: Writes a snapshot that the driver holds.
         place_in: Returns how many epochs and steps a snapshot has.
         kept: Progress to continue from, in the next process of a detached trainer; else None.
+        begun: The epoch that the last run left before its end, or None.
+        note_begun: Keeps the epoch that this run left before its end, for the next run.
     """
 
     new_run: Callable[..., Run]
@@ -172,9 +195,12 @@ class TrainerPort:
     left_file: str | None
     leaves_epochs: bool
     epoch_obstacle: Callable[[], str | None]
+    save_behind: Callable[[str], SubmittedWrite | None]
     save_snapshot: Callable[[str, Snapshot], None]
     place_in: Callable[[Snapshot], tuple[int, int]]
     kept: FitProgress | None
+    begun: BegunEpoch | None
+    note_begun: Callable[[BegunEpoch | None], None]
 
 
 class FitRun:
@@ -204,11 +230,15 @@ class FitRun:
             folder=options.folder if self._kept is None else self._kept[1],
             callbacks=self._callbacks,
             save=lambda run, location: self._save(location),
-            may_validate=options.validation_freq > 0,
+            save_behind=self._save_behind,
+            may_validate=options.validation_freq > 0 or options.validate_every_n_steps is not None,
         )
         self.history = self._run.history
         self._calls = CallbackCalls(self._callbacks, self._run)
-        self._pausing = [each for each in self._callbacks if each._pauses]
+        self._max_step: int | None = None
+        self._pauses: Pauses | None = None
+        self._known_step: int | None = None  # of the process before this one, while its call may still run
+        self._is_left = False
         self._steps: StepListener | None = None
         self._step_metrics: StepMetrics | None = None
         self._listeners: list[Listener] = [self._calls.progress] if self._calls.wants("on_progress") else []
@@ -236,17 +266,23 @@ class FitRun:
         """
         options = self._options
         if self._kept is not None:
-            self._run.epochs = self._kept[0].epochs
-        elif options.resume_from is None:
-            self._run.epochs = self._epochs_done() + options.epochs
+            self._run.epochs, self._max_step = self._kept[0].epochs, self._kept[0].max_step
+        else:
+            is_new = options.resume_from is None
+            if options.epochs is not None:
+                self._run.epochs = options.epochs + (self._epochs_done() if is_new else 0)
+            if options.max_steps is not None:
+                self._max_step = options.max_steps + (self._global_step() if is_new else 0)
         finds = self._trainer.left_file or any(overrides(each, "newest_checkpoint") for each in self._callbacks)
         if options.resume_from == AUTO and not finds:
             raise ValueError(
                 '`resume_from="auto"`: no callback finds checkpoints, so there is nothing to resume from. Pass '
                 "`callbacks=[Checkpointing(...)]`, or the path of a file."
             )
-        if self._pausing:
-            self._check_pauses()
+        pausing = [each for each in self._callbacks if each._pauses]
+        if pausing or self._max_step is not None or options.validate_every_n_steps is not None:
+            self._check_pauses(pausing)
+            self._pauses = Pauses(pausing, options.validate_every_n_steps, self._max_step)
         self._calls.check()
         for callback in self._worker_callbacks:
             name = type(callback).__name__
@@ -262,17 +298,26 @@ class FitRun:
             make_folder("folder", options.folder)
         return self._epochs()
 
-    def _check_pauses(self) -> None:
-        obstacle, trainer = self._trainer.epoch_obstacle(), self._trainer
+    def _check_pauses(self, pausing: Sequence[Callback]) -> None:
+        """Refuse options that need workers which can be held inside an epoch, if these cannot."""
+        obstacle, trainer, options = self._trainer.epoch_obstacle(), self._trainer, self._options
         if not trainer.leaves_epochs:
             obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
-        if self._options.dataset is not None:
+        if options.dataset is not None:
             obstacle = "a file does not hold the place in the `dataset` of a call"
         if obstacle is not None:
-            name = type(self._pausing[0]).__name__
+            used = [
+                f"`{name}`" for name in ("max_steps", "validate_every_n_steps") if getattr(options, name) is not None
+            ]
+            used += [f"`{type(each).__name__}(every_n_steps=...)` and `every_minutes`" for each in pausing[:1]]
             raise ValueError(
-                f"`{name}(every_n_steps=...)` and `every_minutes` do not work here: {obstacle}. Leave them out, or "
-                "loop over `trainer.train(num_steps=...)` and `trainer.save(path)`."
+                f"{' and '.join(used)} cannot work here: {obstacle}. Leave them out, or loop over "
+                "`trainer.train(num_steps=100)`, `trainer.validate()` and `trainer.save(path)`."
+            )
+        if options.validate_every_n_steps is not None and not self._can_validate:
+            raise ValueError(
+                f"`validate_every_n_steps={options.validate_every_n_steps}`: there is nothing to validate on. Register "
+                "validation data in `setup`, or pass `validation_dataset`."
             )
 
     @hides_library_frames
@@ -285,7 +330,7 @@ class FitRun:
                 self._go_on_with_pending()
                 self._note_progress()
                 try:
-                    while self._run.epoch < self._last_epoch and not (self._run.is_stopping or self._leaves()):
+                    while self._goes_on():
                         row = self._epoch_unless_lost()
                         if row is not None:
                             yield row
@@ -293,8 +338,15 @@ class FitRun:
                     self._finish_validation()
                     raise
                 self._finish_validation()
-                if self._leaves():
+                if self._is_left or self._leaves():
                     self._leave()
+
+    def _goes_on(self) -> bool:
+        """Return True if another epoch, or the rest of one, is to be trained."""
+        run = self._run
+        if run.is_stopping or self._is_left or self._leaves() or run.epoch >= self._last_epoch:
+            return False
+        return self._max_step is None or self._global_step() < self._max_step
 
     # ------------------------------------------------------------------------------------------------ stopped early
 
@@ -308,12 +360,13 @@ class FitRun:
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
-        """Let the controller replace lost workers again after the block."""
+        """After the block, let the controller replace lost workers again, and the next run complete an epoch."""
         self._leaving.begin()
         try:
             yield
         finally:
             self._trainer.calls.controller.is_ending = False
+            self._trainer.note_begun(None if self._is_lost else self._begun)
 
     def _leave(self) -> None:
         """Let callbacks save the state at the step where the run stops. Then end the program if a signal came.
@@ -322,23 +375,24 @@ class FitRun:
             Preempted: A signal came.
         """
         run, leaving = self._run, self._leaving
-        is_of_time = leaving.signal is None
-        if is_of_time and (run.is_stopping or run.epoch >= self._last_epoch):
+        is_early = leaving.is_due()
+        if leaving.signal is None and not self._is_left and (run.is_stopping or run.epoch >= self._last_epoch):
             return
         if not self._is_lost or self._finds_snapshot():
             run.step = 0 if self._begun is None else self._begun.num_steps
             self._calls.tell("on_leave")
-        logger.warning(
+        logger.log(
+            logging.WARNING if is_early else logging.INFO,
             "%s: left the run after %d epochs%s; %s",
-            leaving.reason,
+            leaving.reason if is_early else run.history.stop_reason or f"`max_steps` of {self._max_step}",
             run.epoch,
             f" and {run.step} batches of the next one" if run.step else "",
             "nothing is saved" if self._newest is None else f"the newest checkpoint is {self._newest}",
         )
-        if is_of_time:
+        if leaving.signal is not None:
+            leaving.end_program(self._newest)
+        if is_early:
             run.stop(leaving.reason)
-            return
-        leaving.end_program(self._newest)
 
     def _finds_snapshot(self) -> bool:
         """Return True if the driver holds a state newer than the last file. Called after workers were lost."""
@@ -389,9 +443,8 @@ class FitRun:
             self._calls.end_run(error)
 
     @property
-    def _last_epoch(self) -> int:
-        assert self._run.epochs is not None
-        return self._run.epochs
+    def _last_epoch(self) -> float:
+        return math.inf if self._run.epochs is None else self._run.epochs
 
     def _epoch_unless_lost(self) -> dict[str, Any] | None:
         """Train an epoch. Return None also if all workers were lost behind it, and a signal ends the program."""
@@ -412,7 +465,7 @@ class FitRun:
             return None
         run.epoch += 1
         with trainer.calls.listeners.listening(*self._listeners):
-            info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
+            info = {"num_epochs": run.epochs, VALIDATES: self._validates}
             trained = self._train(asked(None, info=info))
             if trained is None:
                 run.epoch -= 1
@@ -443,11 +496,13 @@ class FitRun:
     def _train(self, request: EpochRequest) -> Any:
         """Train an epoch, or the rest of it. Return the result, or None if the run stops inside the epoch."""
         dataset, can_leave = self._options.dataset, self._trainer.leaves_epochs
-        asks = self._asks if can_leave and (self._leaving.may_come or self._pausing) else None
-        while True:
+        asks = self._asks if can_leave and (self._leaving.may_come or self._pauses is not None) else None
+        self._is_left = self._begun is not None and self._begun.owes_validation and not self._pause()
+        while not self._is_left:
+            hold_at, self._known_step = self._next_pause(), None
             try:
                 return self._trainer.train(
-                    replace(request, hold_at=self._next_pause()),
+                    replace(request, hold_at=hold_at),
                     dataset=dataset,
                     of_fit=True,
                     begun=self._begun,
@@ -455,32 +510,59 @@ class FitRun:
                 )
             except (EpochLeft, WorkersLostError) as left:
                 self._note_left(left)
-            if self._is_lost or self._leaves():
-                return None
-            self._pause()
+            self._is_left = self._is_lost or self._leaves() or not self._pause()
+        return None
 
     def _asks(self) -> bool:
         """Return True if the running epoch must pause at its next step."""
-        return self._leaves() or any(each._pauses_now() for each in self._pausing)
+        return self._leaves() or (self._pauses is not None and self._pauses.is_due)
 
     def _next_pause(self) -> int | None:
         """Return after how many batches the epoch pauses, or None. Called while the workers are idle."""
-        if not self._pausing:
+        if self._pauses is None:
             return None
-        step: int = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))[0]
-        begun = 0 if self._begun is None else self._begun.num_steps
-        wanted = [at for each in self._pausing if (at := each._pause_at(step)) is not None]
-        return min(wanted) - step + begun if wanted else None
+        step = self._global_step()
+        pause = self._pauses.next_after(step)
+        return None if pause is None else pause - step + (0 if self._begun is None else self._begun.num_steps)
 
-    def _pause(self) -> None:
-        """Call the callbacks that act inside epochs, while the workers wait at a step."""
-        run, begun = self._run, self._begun
-        if begun is None:  # before the first step
+    def _pause(self) -> bool:
+        """Do what is due while the workers wait at a step. Return False if the run stops there."""
+        begun, pauses = self._begun, self._pauses
+        if begun is None or pauses is None:  # before the first step
+            return True
+        if begun.owes_validation:
+            self._validate_inside(begun)
+        with self._between_epochs(begun):
+            for each in pauses.callbacks:
+                self._calls.call(each, "_on_pause", self._run, begun.global_step)
+            self._note_progress()
+        if begun.is_exhausted:  # only what follows the last batch is left of the epoch
+            return not self._leaves()
+        return not (self._run.is_stopping or self._leaves() or pauses.ends_at(begun.global_step))
+
+    def _validate_inside(self, begun: BegunEpoch) -> None:
+        """Validate on the workers that wait inside an epoch, and tell callbacks the result."""
+        place, result = (self._run.epoch, begun.global_step), {}
+        request = replace(asked(None), starts_over=True, is_inside=True)
+        with self._noting_lack_of_data():
+            result = self._trainer.validate(request, self._options.validation_dataset, of_fit=True, inside=place)
+        self._begun = replace(begun, owes_validation=False)
+        if self._lacks_data:
             return
+        self._take_records()
+        metrics = {validation_name(name): value for name, value in result.items()}
+        with self._between_epochs(begun):
+            self._calls.tell("on_validation", begun.global_step, metrics)
+
+    @contextmanager
+    def _between_epochs(self, begun: BegunEpoch) -> Iterator[None]:
+        """Let callbacks inside the block see the completed epochs, and the step in the next one."""
+        run = self._run
         run.epoch, run.step = run.epoch - 1, begun.num_steps
-        for each in self._pausing:
-            self._calls.call(each, "_on_pause", run, begun.global_step)
-        run.epoch, run.step = run.epoch + 1, 0
+        try:
+            yield
+        finally:
+            run.epoch, run.step = run.epoch + 1, 0
 
     def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
         """Keep the place at which an epoch stopped.
@@ -497,7 +579,13 @@ class FitRun:
                 self._steps.tell_rest()
             landed = self._trainer.calls.controller.snapshots.landed
             step = 0 if landed is None else self._trainer.place_in(landed)[1]
-            self._begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
+            begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
+            self._begun = replace(begun, owes_validation=self._owes_validation(begun))
+
+    def _owes_validation(self, begun: BegunEpoch) -> bool:
+        """Return True if the run validates at the step where the epoch pauses, and not soon after its last batch."""
+        is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
+        return is_due and not (begun.is_exhausted and self._is_due(self._run.epoch))
 
     def _trained(self, result: Any) -> TrainedEpoch:
         recorded = self._trainer.history
@@ -519,10 +607,12 @@ class FitRun:
 
     @property
     def _validates(self) -> bool:
-        can_validate = (
-            self._options.validation_dataset is not None or self._trainer.calls.controller.facts[0].has_validation
-        )
-        return can_validate and not self._lacks_data and self._options.validation_freq > 0
+        return self._can_validate and self._options.validation_freq > 0
+
+    @property
+    def _can_validate(self) -> bool:
+        has_data = self._options.validation_dataset is not None
+        return (has_data or self._trainer.calls.controller.facts[0].has_validation) and not self._lacks_data
 
     def _validate(self, epoch: TrainedEpoch) -> None:
         """Validate. If that runs beside the training, only begin it."""
@@ -615,6 +705,19 @@ class FitRun:
         self._newest = location
         self._calls.tell("on_checkpoint", location)
 
+    def _save_behind(self, location: str) -> SaveBehind:
+        """Save behind the training. The small file comes first, so that a complete checkpoint always has it."""
+        self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
+        write = self._trainer.save_behind(location)
+        self._saved.append(location)
+
+        def note() -> None:
+            self._leaving.note_save(0.0 if write is None else write.seconds)
+            self._newest = location
+            self._calls.tell("on_checkpoint", location)
+
+        return SaveBehind(write, note)
+
     def _save_again(self, has_changed: bool) -> None:
         """Add the late result of the previous epoch to the files that were saved without it."""
         try:
@@ -631,7 +734,8 @@ class FitRun:
         epoch = self._run.epoch if current is None else current.number
         pending = None if current is None or current.is_told else epoch
         begun = None if self._begun is None else self._begun.as_data()
-        return Sidecar(epoch, self.history, self._calls.states(), pending, self._run.epochs, begun)
+        states = self._calls.states()
+        return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, max_step=self._max_step)
 
     def _open_steps(self) -> list[Any] | None:
         """Return the step, and what each rank has measured since the last mean, as plain data. None if unknown."""
@@ -642,27 +746,40 @@ class FitRun:
         """Give the progress of the run to a detached trainer."""
         run, note = self._run, self._trainer.note_progress
         if note is not None:
-            note((self._sidecar(), vars(run).get("folder", run._folder)))
+            step = None if self._pauses is None else self._global_step()
+            note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
     def _resume(self) -> None:
         if self._kept is not None:  # do not ask the workers: they may be in the next epoch by now
             self._take_over(self._kept[0])
-            self._run.epoch = self._kept[0].epoch
+            self._run.epoch, self._known_step = self._kept[0].epoch, self._kept[2]
         else:
             location = self._place_to_resume()
             if location is not None:
                 self._load(location)
+            elif self._trainer.begun is not None and self._trainer.begun.global_step == self._global_step():
+                self._continue_inside(self._trainer.begun)
             self._run.epoch = self._epochs_done() - (self._begun is not None and self._begun.is_exhausted)
-            if location is not None and self._run.epoch >= self._last_epoch:
-                logger.warning(
-                    "`resume_from`: `%s` has %d of %d epochs, so none is left to train. For more of them pass a larger "
-                    "`epochs`; to train again use another folder",
-                    location,
-                    self._run.epoch,
-                    self._last_epoch,
-                )
+            if location is not None:
+                self._warn_if_complete(location)
         if self._pending == self._run.epoch:
             self._run._last_told = self._run.epoch - 1
+
+    def _warn_if_complete(self, location: str) -> None:
+        counts = [("epochs", "epochs", self._run.epoch, self._run.epochs)]
+        if self._max_step is not None:
+            counts.append(("steps", "max_steps", self._global_step(), self._max_step))
+        for counted, argument, done, total in counts:
+            if total is not None and done >= total:
+                logger.warning(
+                    "`resume_from`: `%s` has %d of %d %s, so none is left to train. For more of them pass a larger "
+                    "`%s`; to train again use another folder",
+                    location,
+                    done,
+                    total,
+                    counted,
+                    argument,
+                )
 
     def _go_on_with_pending(self) -> None:
         """Tell callbacks the result of the loaded epoch, if they did not know it at the save. Validate if necessary."""
@@ -697,14 +814,25 @@ class FitRun:
             step, *by_rank = sidecar.open_steps
             self._step_metrics.begun = int(step), summaries_from_data(by_rank)
             self._trainer.use_worker_callbacks(self._worker_callbacks)
-        if sidecar.begun is not None:
-            begun = self._begun = BegunEpoch.from_data(sidecar.begun)
-            self._run.step, self._run._global_step = begun.num_steps, begun.global_step
+
+    def _continue_inside(self, begun: BegunEpoch) -> None:
+        """Begin with the rest of an epoch."""
+        self._begun = begun
+        self._run.step, self._run._global_step = begun.num_steps, begun.global_step
 
     def _take_over(self, sidecar: Sidecar) -> None:
         self.history.take_over(sidecar.history)
         self._calls.load_states(sidecar.callbacks)
         self._pending = sidecar.pending
+        if sidecar.begun is not None:
+            self._continue_inside(BegunEpoch.from_data(sidecar.begun))
+
+    def _global_step(self) -> int:
+        """Return how many batches each worker has trained on in all. Called while the workers are idle."""
+        if self._known_step is not None:
+            return self._known_step
+        step: list[int] = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))
+        return step[0]
 
     def _epochs_done(self) -> int:
         done: list[int] = self._trainer.calls.controller.run(Call(replica_calls.epochs_done, rank=0))

@@ -19,7 +19,7 @@ from raysgd.core.history.accounts import Accounts
 from raysgd.core.history.history import BEGINNING
 from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
-from raysgd.storage.background_writer import BackgroundWriter, Write
+from raysgd.storage.background_writer import BackgroundWriter, SubmittedWrite, Write
 from raysgd.trainer.driver.fit_loop import FitProgress
 
 _END_S = 60.0
@@ -36,11 +36,15 @@ class FileSaves:
     Args:
         controller: Controller of the workers. Its snapshots keep the name of the last file.
         writer: Writes files in a background thread.
+
+    Attributes:
+        submitted: The last write in the background; None before the first one.
     """
 
     def __init__(self, controller: ElasticController, writer: BackgroundWriter) -> None:
         self._snapshots, self._writer = controller.snapshots, writer
         self._newest: Callable[[], NewestSnapshot | None] = lambda: None
+        self.submitted: SubmittedWrite | None = None
 
     def write(self, checkpoint: Any, content: Content) -> None:
         """Write a file."""
@@ -68,7 +72,7 @@ class FileSaves:
             return content(newest.result()) if known is None else known
 
         with files.state_is_kept():
-            self._writer.submit(checkpoint, make, partial(self._write, kept_alive))
+            self.submitted = self._writer.submit(checkpoint, make, partial(self._write, kept_alive))
         self._newest = ref(newest)
 
     def await_states(self) -> None:

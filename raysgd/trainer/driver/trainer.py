@@ -48,7 +48,7 @@ from raysgd.core.text.cards import card
 from raysgd.core.text.log_lines import Once
 from raysgd.core.text.secrets import masked
 from raysgd.exceptions import NoDataError, OnFailure, RaySGDError, UnpicklableError
-from raysgd.storage.background_writer import BackgroundWriter
+from raysgd.storage.background_writer import BackgroundWriter, SubmittedWrite
 from raysgd.trainer.configuration.batching import global_batch_in_words
 from raysgd.trainer.configuration.recovery import Recovery
 from raysgd.trainer.configuration.settings import GroupSettings, ReplicaMaker, ReplicaSettings
@@ -101,6 +101,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """Function that keeps the progress of `fit`, in a detached trainer."""
     _fit_progress: FitProgress | None = None
     """Progress that the next `fit` continues from."""
+    _begun_epoch: BegunEpoch | None = None
+    """Epoch that the last `fit` left before its end. The next one continues it if the state has not changed since."""
     _left_file: str | None = None
     """File in which a detached trainer is saved when it ends without its program."""
     _running_fit: Callable[[], Any] = staticmethod(lambda: None)
@@ -466,7 +468,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     def _evaluated(self, request: EpochRequest, dataset: Any, reduce_results: bool = True) -> Any:
         answers = self._calls.validate(request, dataset)
-        self._after_evaluation()
+        if not request.is_inside:
+            self._after_evaluation()
         self._check_answers("validation", answers, request)
         return self._merged(answers, reduce_results)
 
@@ -524,12 +527,18 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._background.begin(take_state, evaluate)
 
     @abstractmethod
-    def save(self, checkpoint: str | PathLike[str]) -> Any:
+    def save(self, checkpoint: str | PathLike[str], blocking: bool = True) -> Any:
         """Write the state to a file."""
 
     @abstractmethod
     def load(self, checkpoint: str | PathLike[str]) -> Any:
         """Load a file that `save` wrote."""
+
+    def _save_behind(self, checkpoint: str) -> SubmittedWrite | None:
+        """Write the state to a file in the background. Return the write; None if the file is complete already."""
+        self._saves.submitted = None
+        self.save(checkpoint, blocking=False)
+        return self._saves.submitted
 
     @abstractmethod
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
@@ -542,10 +551,13 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
         self,
-        epochs: int,
+        epochs: int | None = None,
         *,
+        max_steps: int | None = None,
+        max_time: float | timedelta | str | None = None,
         callbacks: Iterable[Callback | WorkerCallback] = (),
         validation_freq: int = 1,
+        validate_every_n_steps: int | None = None,
         dataset: Any = None,
         validation_dataset: Any = None,
         resume_from: str | Path | None = None,
@@ -553,16 +565,22 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         validate: Literal["inline", "async"] = "inline",
         progress: bool | None = None,
         log_every_n_steps: int = 50,
-        max_time: float | timedelta | str | None = None,
     ) -> History:
         """Train for some epochs, validate after each of them, and call callbacks. Call it again for more epochs.
 
         Args:
             epochs: How many more epochs to train. With `resume_from` it is the total, which includes the epochs of the
-                checkpoint.
+                checkpoint. You can leave it out if you pass `max_steps`.
+            max_steps: After how many more steps to stop, also inside an epoch. Steps are batches of one worker. With
+                `resume_from` it is the total. A later run can continue at the next step. For `TorchTrainer`.
+            max_time: How long this call may take: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". Shortly before
+                that, the run stops at a step and is saved. Time for two saves is kept back.
             callbacks: Instances of `raysgd.callbacks.Callback` or `WorkerCallback`, called in this order.
             validation_freq: Validate after every this many epochs; 0 for never. Without validation data, `fit` only
                 validates if your class has a `validate` of its own that needs no data.
+            validate_every_n_steps: Also validate inside epochs, after every this many steps of the whole training. The
+                training does not depend on it. The results go to `on_validation` of callbacks and to
+                `history.records`, not to the rows. For `TorchTrainer`.
             dataset: Data to train on instead of the registered data, as in `train`.
             validation_dataset: Data to validate on instead of the registered data, as in `validate`.
             resume_from: A file that `run.save` or `save` wrote, or its URI. It is loaded first. "auto" loads the newest
@@ -575,8 +593,6 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             progress: Whether to show a `raysgd.callbacks.ProgressBar`. None shows one in a terminal or a notebook.
             log_every_n_steps: Within an epoch, loggers and reports get the training metrics after every this many
                 steps; 0 for epochs only. For `TorchTrainer`.
-            max_time: How long this call may take: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". Shortly before
-                that, the run stops at a step and is saved. Time for two saves is kept back.
 
         Returns:
             One row per epoch, and all events of the run.
@@ -587,21 +603,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             WorkerError, WorkersLostError: As in `train`.
             Preempted: The program got SIGTERM or SIGUSR1. The run stopped at a step, and was saved if a callback saves.
         """
-        history, rows = self._begin_fit(
-            FitOptions(
-                epochs,
-                callbacks,
-                validation_freq,
-                dataset,
-                validation_dataset,
-                resume_from,
-                folder,
-                validate,
-                progress,
-                log_every_n_steps,
-                max_time,
-            )
-        )
+        history, rows = self._begin_fit(locals())
         for _ in rows:
             pass
         return history
@@ -609,17 +611,19 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     @checks.answer_mistakes("`for row in trainer.epochs(5):` for 5 epochs")
     def epochs(
         self,
-        epochs: int,
+        epochs: int | None = None,
         *,
+        max_steps: int | None = None,
+        max_time: float | timedelta | str | None = None,
         callbacks: Iterable[Callback | WorkerCallback] = (),
         validation_freq: int = 1,
+        validate_every_n_steps: int | None = None,
         dataset: Any = None,
         validation_dataset: Any = None,
         resume_from: str | Path | None = None,
         folder: str | Path | None = None,
         validate: Literal["inline", "async"] = "inline",
         log_every_n_steps: int = 50,
-        max_time: float | timedelta | str | None = None,
     ) -> Iterator[dict[str, Any]]:
         """Train as `fit` does, and yield the results of each epoch when it ends.
 
@@ -627,16 +631,18 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         ended, and you can go on using the trainer.
 
         Args:
-            epochs: How many more epochs to train, as in `fit`.
+            epochs: As in `fit`.
+            max_steps: As in `fit`.
+            max_time: As in `fit`.
             callbacks: As in `fit`.
-            validation_freq: Validate after every this many epochs, as in `fit`.
-            dataset: Data to train on instead of the registered data.
-            validation_dataset: Data to validate on instead of the registered data.
-            resume_from: A file to load first, or "auto", as in `fit`.
-            folder: Folder where callbacks put their files, as in `fit`.
+            validation_freq: As in `fit`.
+            validate_every_n_steps: As in `fit`.
+            dataset: As in `fit`.
+            validation_dataset: As in `fit`.
+            resume_from: As in `fit`.
+            folder: As in `fit`.
             validate: As in `fit`. With "async", the results of the validation are added to the row after you get it.
             log_every_n_steps: As in `fit`.
-            max_time: As in `fit`.
 
         Returns:
             The rows of the history, one after the other.
@@ -649,26 +655,16 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
             ...     print(epoch["epoch"], epoch["train_loss"])
         """
-        return self._begin_fit(
-            FitOptions(
-                epochs,
-                callbacks,
-                validation_freq,
-                dataset,
-                validation_dataset,
-                resume_from,
-                folder,
-                validate,
-                log_every_n_steps=log_every_n_steps,
-                max_time=max_time,
-            )
-        )[1]
+        return self._begin_fit(locals())[1]
 
-    def _begin_fit(self, options: FitOptions) -> tuple[History, Iterator[dict[str, Any]]]:
-        """Check the arguments of a run. Return its history, and the iterator that trains its epochs."""
+    def _begin_fit(self, arguments: Mapping[str, Any]) -> tuple[History, Iterator[dict[str, Any]]]:
+        """Check the arguments of `fit` or `epochs`. Return the history of the run, and the iterator over its epochs."""
+        options = FitOptions(**{name: value for name, value in arguments.items() if name != "self"})
         self._refuse_inside_fit("fit")
         kept, self._fit_progress = self._fit_progress, None
-        self._check_fit(options.epochs)
+        begun, self._begun_epoch = self._begun_epoch, None
+        if options.epochs is not None:
+            self._check_fit(options.epochs)
         self._check_dataset(options.dataset, training=True)
         self._check_dataset(options.validation_dataset, training=False, name="validation_dataset")
         port = TrainerPort(
@@ -689,9 +685,12 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             left_file=self._left_file,
             leaves_epochs=self._leaves_epochs,
             epoch_obstacle=lambda: self._facts.epoch_obstacle,
+            save_behind=self._save_behind,
             save_snapshot=self._save_snapshot,
             place_in=self._place_in,
             kept=kept,
+            begun=begun,
+            note_begun=partial(setattr, self, "_begun_epoch"),
         )
         fit = FitRun(port, options)
         rows = fit.epochs()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.core.numbers.meters import MetricSummary
-
-logger = logging.getLogger(__name__)
 
 _BY_RANK = ("by_rank", "lost")
 
@@ -26,6 +23,8 @@ class BegunEpoch:
         seconds: Seconds that the epoch had been trained.
         global_step: Number of batches that each worker has trained on in all epochs.
         is_exhausted: True if all batches are done, but not yet what follows the last one.
+        owes_validation: True if the run validates at this step, but was left before that.
+        objects: Names of metric objects, which only the processes that measured have.
     """
 
     num_steps: int
@@ -35,6 +34,8 @@ class BegunEpoch:
     seconds: float = 0.0
     global_step: int = 0
     is_exhausted: bool = False
+    owes_validation: bool = False
+    objects: tuple[str, ...] = ()
 
     @staticmethod
     def of(states: Sequence[Any], **more: Any) -> BegunEpoch:
@@ -47,6 +48,7 @@ class BegunEpoch:
         first = states[0]
         by_rank = tuple(_without_objects(each.metrics) for each in states)
         lost = tuple(first.lost.values())
+        more["objects"] = () if first.metrics is None else tuple(first.metrics.objects)
         return BegunEpoch(first.num_steps, first.epoch_idx, by_rank, lost, is_exhausted=first.is_exhausted, **more)
 
     def for_rank(self, rank: int, num_ranks: int) -> BegunEpoch:
@@ -62,6 +64,8 @@ class BegunEpoch:
             "seconds": self.seconds,
             "global_step": self.global_step,
             "is_exhausted": self.is_exhausted,
+            "owes_validation": self.owes_validation,
+            "objects": [*self.objects],
         }
 
     @staticmethod
@@ -78,6 +82,8 @@ class BegunEpoch:
                 seconds=float(data["seconds"]),
                 global_step=int(data["global_step"]),
                 is_exhausted=bool(data["is_exhausted"]),
+                owes_validation=bool(data.get("owes_validation")),
+                objects=tuple(map(str, data.get("objects", ()))),
                 **{name: summaries_from_data(data[name]) for name in _BY_RANK},
             )
         except (KeyError, TypeError) as error:
@@ -102,8 +108,6 @@ def _without_objects(metrics: MetricSummary | None) -> MetricSummary:
     """Return metrics without metric objects, which the sidecar of a checkpoint does not hold."""
     if metrics is None:
         return MetricSummary()
-    for name in metrics.objects:
-        logger.warning("the metric object `%s` will cover only what follows in this epoch", name)
     return MetricSummary(
         {name: value for name, value in metrics.items() if name not in metrics.objects}, metrics.totals
     )

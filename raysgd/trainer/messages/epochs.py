@@ -34,6 +34,8 @@ class EpochRequest:
         compares_ranks: True to return sums of the weights.
         call: Number of a training call. Only work begun in a call with this number is continued and answered.
         hold_at: After how many batches of a training call all ranks stop, so that it can be left; None for no stop.
+        is_inside: True for a validation inside an epoch, which leaves unchanged what the rest of the epoch draws and
+            measures.
     """
 
     num_steps: int | None
@@ -46,6 +48,7 @@ class EpochRequest:
     compares_ranks: bool = False
     call: int = 0
     hold_at: int | None = None
+    is_inside: bool = False
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,10 @@ class HostedOperator(ABC):
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
         """Return a context that restores the random state at its end, so that the same numbers are drawn again."""
 
+    def inside_epoch(self) -> AbstractContextManager[None]:
+        """Return the context of a validation inside an epoch, which leaves the rest of the epoch unchanged."""
+        return self.giving_back_random_numbers()
+
     @abstractmethod
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
         """Yield this replica's batches in a prediction, each with its number of rows."""

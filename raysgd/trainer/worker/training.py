@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -30,6 +31,8 @@ from raysgd.trainer.worker.data.rank_rows import RankRows
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.copies import StateCopies
+
+logger = logging.getLogger(__name__)
 
 _PHASES = {"train": "training", "validation": "validating", "test": "testing", "predict": "predicting"}
 
@@ -137,6 +140,8 @@ class ReplicaCalls:
             run.detach()  # the epoch was left in this process, which also has metric objects
             run.call = request.call
             return self.resume_epoch(request, share)
+        for name in begun.objects:
+            logger.warning("the metric object `%s` will cover only what follows in this epoch", name)
         lost = {f"left {number}": metrics for number, metrics in enumerate(begun.lost)}
         first = RunState(
             begun.num_steps, begun.epoch_idx, request.num_steps, begun.is_exhausted, lost=lost, call=request.call
@@ -392,7 +397,7 @@ class ReplicaCalls:
             request: The validation request.
             share: This replica's part of data that the driver divides; None if the replica has it already.
         """
-        with self._ledger.evaluating():
+        with self._ledger.evaluating(), self._hosted.inside_epoch() if request.is_inside else nullcontext():
             return self._validate(request, share)
 
     def _validate(self, request: EpochRequest, share: Any) -> EpochAnswer:

@@ -1,0 +1,43 @@
+"""The steps inside epochs at which a run pauses: to validate, to save, or because it ends there. See ADR 140."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raysgd.callbacks.callback import Callback
+
+
+class Pauses:
+    """Decides at which steps the workers are held inside epochs. Steps count the batches of a worker over all epochs.
+
+    Args:
+        callbacks: The callbacks that act inside epochs.
+        validate_every: Validate after every this many steps; None for never.
+        last_step: The step at which the run ends; None for no limit.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], validate_every: int | None, last_step: int | None) -> None:
+        self.callbacks = callbacks
+        self._validate_every, self._last_step = validate_every, last_step
+        self._began_at = 0
+
+    def next_after(self, step: int) -> int | None:
+        """Return the step of the next pause, or None. The run is at `step` now, where everything due is done."""
+        self._began_at, every = step, self._validate_every
+        wanted = [each._pause_at(step) for each in self.callbacks]
+        wanted += [None if every is None else (step // every + 1) * every, self._last_step]
+        return min((each for each in wanted if each is not None and each > step), default=None)
+
+    @property
+    def is_due(self) -> bool:
+        """True if the run must pause at the next step. Asked now and then while an epoch runs."""
+        return any(each._pauses_now() for each in self.callbacks)
+
+    def validates_at(self, step: int) -> bool:
+        """Return True if a validation is due now that the run is at `step`."""
+        every = self._validate_every
+        return every is not None and step // every > self._began_at // every
+
+    def ends_at(self, step: int) -> bool:
+        """Return True if the run has all its steps."""
+        return self._last_step is not None and step >= self._last_step
