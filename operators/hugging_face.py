@@ -145,7 +145,7 @@ class HuggingFaceOperator(SupervisedOperator):
         if 0 < num_warmup_steps < 1:
             share, steps = f"{num_warmup_steps:g}", math.ceil(num_warmup_steps * num_steps)
             raise ValueError(
-                f"`config['num_warmup_steps']={share}`: need a number of steps, not a share of all: write "
+                f"`config['num_warmup_steps']={share}`: need a number of steps, not a fraction of all steps. Write "
                 f"`math.ceil({share} * num_training_steps)`, here {steps}."
             )
         return get_scheduler(config["scheduler"], optimizer, int(num_warmup_steps), num_steps)
@@ -175,9 +175,9 @@ class HuggingFaceOperator(SupervisedOperator):
         if model is not self._original_models[0] and self.world_rank == 0 and not _says_who_makes_it(type(self)):
             frozen = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
             logger.warning(
-                "each snapshot and checkpoint, and what a new worker gets, holds the frozen base of the adapter, %.3g "
-                "MB. If `build_model` makes it alike on every worker and in every run, as from a file, write "
-                "`remakes_frozen = True` in `%s`, else `remakes_frozen = False`",
+                "each snapshot and checkpoint, and the state that a new worker gets, includes the frozen base of the "
+                "adapter, %.3g MB. If `build_model` creates the same base on every worker and in every run, as from a "
+                "file, write `remakes_frozen = True` in `%s`, otherwise `remakes_frozen = False`",
                 frozen / 1e6,
                 type(self).__name__,
             )
@@ -245,8 +245,8 @@ class HuggingFaceOperator(SupervisedOperator):
         labels = [each for each in self._label_names if features[0].get(each) is not None]
         if len(labels) > 1:
             raise ValueError(
-                f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose numbers differ between workers. "
-                "Override `forward`: return the output, a loss that is a mean over one number, and that number."
+                f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose counts differ between workers. "
+                "Override `forward`: return the output, a loss that is a mean over one count, and that count."
             )
         with _saying_texts(features, AttributeError, TypeError, ValueError):  # connection errors are of other types
             output = call(self.model, features)
@@ -341,7 +341,7 @@ def _load_adapter(operator: HuggingFaceOperator, weights: dict[str, torch.Tensor
     model: Any = operator._raysgd.registered.original_models[0]
     if operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
         raise ValueError(
-            f"The model is a `{type(model).__name__}`, and adapters go into a whole `PeftModel`: return one from "
+            f"The model is a `{type(model).__name__}`, but adapters need a whole `PeftModel`: return one from "
             "`build_model`."
         )
     own = get_peft_model_state_dict(model)
@@ -349,7 +349,7 @@ def _load_adapter(operator: HuggingFaceOperator, weights: dict[str, torch.Tensor
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     if missing or unknown or shapes:
         raise ValueError(
-            "The adapter does not fit the model, nothing was loaded. "
+            "The adapter does not match the model, so nothing was loaded. "
             f"Missing: {missing or 'nothing'}; unknown: {unknown or 'nothing'}; other shapes: {shapes or 'none'}. Make "
             "the model with the same `LoraConfig`."
         )
@@ -373,8 +373,8 @@ def _saying_texts(parts: Sequence[Any], *errors: type[Exception]) -> Iterator[No
             raise
         encode = f"`dataset.map(lambda row: tokenizer(row[{texts[0]!r}], truncation=True), remove_columns={texts!r})`"
         raise TypeError(
-            f"The samples have texts under {', '.join(map(repr, texts))}, and models take numbers. Encode them in "
-            f"`build_data`, and leave the texts out: {encode}; or let `build_collator` do that. ({error})"
+            f"The samples have texts under {', '.join(map(repr, texts))}, but models accept only numbers. Encode the "
+            f"texts in `build_data` and remove them: {encode}; or let `build_collator` do that. ({error})"
         ) from error
 
 

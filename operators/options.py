@@ -37,7 +37,7 @@ def number(config: Mapping[str, Any], key: str, default: float, *, positive: boo
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
         kind = "positive number" if positive else "number of 0 or more"
-        raise ValueError(f"`config[{key!r}]={value!r}`: need a {kind}; without the key it is {default:g}.")
+        raise ValueError(f"`config[{key!r}]={value!r}`: need a {kind}. The default is {default:g}.")
     return float(value)
 
 
@@ -53,9 +53,7 @@ def count(config: Mapping[str, Any], key: str, default: int) -> int:
     """
     value = config.get(key, default)
     if not _is_integer(value) or value < 1:
-        raise ValueError(
-            f"`config[{key!r}]={value!r}`: need an integer of at least 1; without the key it is {default}."
-        )
+        raise ValueError(f"`config[{key!r}]={value!r}`: need an integer of at least 1. The default is {default}.")
     return int(value)
 
 

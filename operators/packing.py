@@ -64,8 +64,8 @@ def _checked(number: int, sample: Mapping[str, Any], num_tokens: int) -> tuple[l
     labels = _as_list(sample.get("labels", tokens))
     if not 0 < len(tokens) <= num_tokens:
         raise ValueError(
-            f"Text {number} has {len(tokens)} tokens, and a pack holds 1 to `num_tokens={num_tokens}`: cut texts when "
-            "you encode them, as with `tokenizer(text, truncation=True, max_length=...)`, and leave out empty ones."
+            f"Text {number} has {len(tokens)} tokens, but a pack holds 1 to `num_tokens={num_tokens}`: truncate texts "
+            "when you encode them, as with `tokenizer(text, truncation=True, max_length=...)`, and skip empty ones."
         )
     if len(labels) != len(tokens):
         raise ValueError(f"Text {number} has {len(tokens)} tokens and {len(labels)} labels: need one for each token.")

@@ -66,7 +66,7 @@ class SupervisedOperator(TrainingOperator):
         if "learning_rate" in config and "lr" not in config:
             ours = instead_of("learning_rate", CONFIG)
             logger.warning(
-                "`config['learning_rate']` has no effect, the learning rate is %g: %s", self._default_lr, ours
+                "`config['learning_rate']` has no effect, so the learning rate is %g: %s", self._default_lr, ours
             )
         make = _optimizer_class(config.get("optimizer", self._default_optimizer))
         lr = options.number(config, "lr", default=self._default_lr, positive=True)

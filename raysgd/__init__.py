@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from raysgd.torch.training_operator import TrainingOperator
     from raysgd.trainer.configuration.recovery import Recovery
 
-    from . import air, callbacks, data, exceptions, operators, storage, testing, tf, torch, train, tune, utils  # noqa: F401
+    from . import air, callbacks, data, exceptions, operators, replay, storage, testing, tf, torch, train, tune, utils  # noqa: F401
 
 __all__ = [
     "CallRecord",
@@ -76,6 +76,7 @@ lazy_names(
         "data",
         "exceptions",
         "operators",
+        "replay",
         "storage",
         "testing",
         "tf",

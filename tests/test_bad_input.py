@@ -331,7 +331,10 @@ WARNED: list[tuple[Callable[[], object], str]] = [
     (lambda: local(with_setup(validation_batch=print)), "did you mean `validate_batch`?"),
     (lambda: local(with_setup(training_step=print)), "did you mean `train_batch`?"),
     (lambda: local(with_setup(on_epoch_end=print)), "callbacks have such methods: `trainer.fit(5, callbacks=[...])`"),
-    (lambda: local(Registering, config={"register_data": {"train_loader": Map()}}), "If they are samples, wrap it in"),
+    (
+        lambda: local(Registering, config={"register_data": {"train_loader": Map()}}),
+        "If the items are samples, wrap the object in",
+    ),
     (lambda: local(Diverging).train(), "`train_loss` is NaN"),
 ]
 
@@ -357,7 +360,7 @@ def test_gpus_of_nodes_are_pointed_at_where_the_driver_has_none(
 ) -> None:
     monkeypatch.setattr(arguments, "num_gpus", lambda: num_gpus)
     local(use_gpu=use_gpu)
-    assert caplog.text.count("the nodes have 8 GPUs, and training runs on CPUs") == is_said
+    assert caplog.text.count("the nodes have 8 GPUs, but training runs on CPUs") == is_said
     assert caplog.text.count("Pass `use_gpu=True` to train on the GPUs") == is_said
 
 

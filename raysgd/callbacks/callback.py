@@ -176,6 +176,11 @@ def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
         )
 
 
+def uses_folder_of_run(callback: Callback) -> bool:
+    """Return True if a callback of the library writes to the folder of the run, because the user passed no path."""
+    return vars(callback).get("_given", callback) is None
+
+
 class SaveBehind:
     """A save whose file is written while the training continues.
 

@@ -140,8 +140,8 @@ class TensorBoardLogger(MetricsLogger):
     def __init__(self, folder: str | Path | None = None) -> None:
         if folder is not None:
             check_path("folder", folder)
-        place = Path(folder).expanduser().absolute() if folder is not None else "tensorboard"
-        super().__init__(EventFile(place, "", purpose="`TensorBoardLogger`"), hidden=("epoch",))
+        self._given = Path(folder).expanduser().absolute() if folder is not None else None
+        super().__init__(EventFile(self._given or "tensorboard", "", purpose="`TensorBoardLogger`"), hidden=("epoch",))
 
 
 class _ServiceLogger(MetricsLogger):

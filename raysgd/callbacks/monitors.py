@@ -124,6 +124,7 @@ class GradientNorms(WorkerCallback):
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
         norm, index = _norm_of(operator, optimizer), index_of(operator, optimizer)
+        operator._raysgd.callbacks.note_norm(norm)
         counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)  # a tensor: no wait for the device
         total, count, largest, num_overflows = self._totals.get(index, (0.0, 0, 0.0, 0))
         norm = norm.where(counts, 0.0)

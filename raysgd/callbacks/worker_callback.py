@@ -57,6 +57,18 @@ class WorkerCallback:
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
         """Called when this worker has its metrics of the epoch. You may add entries."""
 
+    def _on_leg(self, operator: Any, leg: Mapping[str, Any]) -> None:
+        """Called before the first batch that this worker's group trains on in an epoch; see `raysgd.journal`."""
+
+    def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
+        """Called after each batch of the library's loops; `is_boundary` if the optimizer step ends with it.
+
+        `metrics` are those of the batch, None for padding. `global_step` does not count the batch yet.
+        """
+
+    def _on_norm(self, norm: Any) -> None:
+        """Called in a step with the norm of an optimizer's gradients, before clipping, if something has computed it."""
+
     def state_key(self) -> str:
         """Return the name of the state. The default is the name of the class.
 

@@ -1,6 +1,6 @@
-"""The command `raysgd`: checks the environment, follows runs and detached trainers, and rewrites old programs.
+"""The command `raysgd`: checks the environment, follows and asks runs, and rewrites old programs.
 
-No command trains. To train, write a program.
+No command begins a run. To train, write a program.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import click
 
 from raysgd._version import __version__
-from raysgd.cli import detached_commands
+from raysgd.cli import detached_commands, replay_commands
 from raysgd.compat.migrate.command import migrate
 
 _LABELS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem", "red")}
@@ -19,7 +19,7 @@ _LABELS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("probl
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="raysgd")
 def main() -> None:
-    """Check this machine, follow runs, and rewrite old programs."""
+    """Check this machine, follow and ask runs, and rewrite old programs."""
 
 
 @main.command()
@@ -63,5 +63,13 @@ def status(run_folder: str | None) -> None:
         raise click.ClickException(str(error)) from error
 
 
-for command in (migrate, detached_commands.list_trainers, detached_commands.attach, detached_commands.stop):
+for command in (
+    migrate,
+    detached_commands.list_trainers,
+    detached_commands.attach,
+    detached_commands.stop,
+    replay_commands.why,
+    replay_commands.replay,
+    replay_commands.bisect,
+):
     main.add_command(command)

@@ -121,15 +121,19 @@ class BatchMaker:
 
     def _batch(self, wanted: Sequence[LaneSlice]) -> Any:
         steps, rows, places = self._pass.last_steps, [], []
+        for shard, number, row in self.rows(wanted):
+            rows.append(steps(row, shard, number))
+            places.append(f"shard {shard!r}, row {number}")
+        return collated(self._collate, rows, places)
+
+    def rows(self, wanted: Sequence[LaneSlice]) -> Iterator[tuple[str, int, Any]]:
+        """Yield the shard, the number in it and the content of each of some rows, before the steps after filters."""
         for lane, start, stop in wanted:  # slices of one lane come in the order of its rows
             reader = self._reader(lane)
             reader.skip(start - self._passed[lane])
             self._passed[lane] = stop
             for part, number, row in reader.read(stop - start):
-                shard = reader.names[part]
-                rows.append(steps(row, shard, number))
-                places.append(f"shard {shard!r}, row {number}")
-        return collated(self._collate, rows, places)
+                yield reader.names[part], number, row
 
     def _peek(self, lane: int, num_rows: int) -> tuple[int, LanePosition]:
         """Return how many rows a lane has left, up to a number, and its position at the start of a global batch."""

@@ -323,6 +323,10 @@ class StreamSource:
             if self.left_out and not self._ranks.rank:
                 logger.warning("%d rows could not be read and were left out of this pass", self.left_out)
 
+    def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
+        """Return, as plain data, what finds the rows of a step again; see `raysgd.journal`."""
+        return {"kind": "stream", "batch_size": self.data.batch_size, **self.state(consumed, is_mid_pass)}
+
     @property
     def num_samples(self) -> int | None:
         """Number of rows of the pass, of all ranks, if known."""

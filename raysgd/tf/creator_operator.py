@@ -59,7 +59,7 @@ class CreatorOperator(TrainingOperator):
     def _create_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
         created = self._data_creator(config)
         if not isinstance(created, list | tuple) or len(created) != 2:
-            found = f"{len(created)} things" if isinstance(created, list | tuple) else f"a `{type(created).__name__}`"
+            found = f"{len(created)} objects" if isinstance(created, list | tuple) else f"a `{type(created).__name__}`"
             raise ValueError(
                 f"`data_creator` returned {found}: return two datasets, one to train on and one to test on, which may "
                 "be None."

@@ -236,8 +236,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
         arguments.resolve_operator(training_operator_cls, None, None)
         if self._trains_with_fit:
             raise ValueError(
-                "`reload` needs an operator class, and this trainer has creator functions, whose steps are those of "
-                "Keras's `fit`. Pass `training_operator_cls`; or save, and load into a new trainer."
+                "`reload` needs an operator class, but this trainer has creator functions, whose steps are those of "
+                "Keras's `fit`. Pass `training_operator_cls`, or save the state and load it into a new trainer."
             )
 
     @property
@@ -373,8 +373,8 @@ class TFTrainer(ClassTrainer[OperatorT]):
         self._load({**self.state_dict(), **state, **({} if found is None else {"optimizers": [found]})}, ())
         if found is None:
             logger.warning(
-                "`%s` is a file of the old library, and not of the optimizer here: the weights and the epoch were "
-                "loaded, the optimizer is unchanged",
+                "`%s` is a file of the old library and does not match this trainer's optimizer: the weights and the "
+                "epoch were loaded, but the optimizer is unchanged",
                 files.shown(checkpoint),
             )
 

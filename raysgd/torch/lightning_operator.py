@@ -170,8 +170,9 @@ class LightningOperator(TrainingOperator):
         """
         if num_steps is not None and any(each["frequency"] > 1 for each in self._of_epochs()):
             raise ValueError(
-                f'`train(num_steps={num_steps})` is an epoch to the module, and `"interval": "epoch"` of a scheduler '
-                'with a "frequency" counts passes over the data: omit one of the two, or write `"interval": "step"`.'
+                f'`train(num_steps={num_steps})` counts as an epoch of the module, but a scheduler with `"interval": '
+                '"epoch"` and a "frequency" counts passes over the data: omit one of the two, or write `"interval": '
+                '"step"`.'
             )
         self._progress.begin_call(epoch_idx, self.global_step)
         self._trainer.current_epoch, self._trainer.global_step = epoch_idx, self._progress.num_steps
@@ -353,7 +354,10 @@ class LightningOperator(TrainingOperator):
             if not needs_value or value is not None:
                 self._hooks.call("lr_scheduler_step", entry["scheduler"], value)
             elif not waits:
-                logger.warning("no metric `%s` here: its scheduler waits for `update_scheduler`", entry["monitor"])
+                logger.warning(
+                    "no metric `%s` was reported, so its scheduler waits until you call `trainer.update_scheduler`",
+                    entry["monitor"],
+                )
 
     def _of_epochs(self) -> list[dict[str, Any]]:
         entries = self._scheduler_dicts if self._module.automatic_optimization else []

@@ -226,7 +226,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
                 activation_checkpointing=activation_checkpointing,
             ),
             fsdp_options=arguments.fsdp_options(strategy_options, chosen_strategy),
-            batch_options=BatchOptions(split_batches, micro_batch_size, deterministic, num_workers),
+            batch_options=self._divide(BatchOptions(split_batches, micro_batch_size, deterministic, num_workers)),
             seed=seed,
         )
         group = GroupSettings(
@@ -267,6 +267,10 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             handle = start(cls, detached, args, kwargs, is_lasting=arguments.outlives_its_process(kwargs))
             arguments.warn_of_unused_gpus(asked)
             return handle
+
+    def _divide(self, options: BatchOptions) -> BatchOptions:
+        """Return how global batches are divided. One process that repeats a step of several divides them like those."""
+        return options
 
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:

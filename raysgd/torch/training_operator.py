@@ -281,9 +281,13 @@ class TrainingOperator(BaseOperator):
         """
         return self._raysgd.context.settings.step_options.accumulate_grad_batches
 
-    def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
-        """Clip the norm of all gradients of an optimizer together. Only called if the trainer has `clip_grad_norm`."""
-        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> torch.Tensor | None:
+        """Clip the norm of all gradients of an optimizer together. Only called if the trainer has `clip_grad_norm`.
+
+        Returns:
+            The norm before, for the journal of the run. An override may return None.
+        """
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clip_grad_value(self, parameters: list[torch.Tensor], max_value: float) -> None:
         """Clip each number in the gradients. Only called if the trainer has `clip_grad_value`."""

@@ -28,7 +28,8 @@ def run(*arguments: str) -> Result:
 def test_the_group_says_what_there_is() -> None:
     found = run("--help")
     assert found.exit_code == 0
-    assert {"attach", "doctor", "list", "migrate", "status", "stop"} == set(main.commands)
+    commands = {"attach", "bisect", "doctor", "list", "migrate", "replay", "status", "stop", "why"}
+    assert commands == set(main.commands)
     for name, command in main.commands.items():
         assert name in found.output
         assert command.help, f"`raysgd {name}` has no help"

@@ -299,7 +299,7 @@ def test_no_model_gets_its_numbers_without(name: str, monkeypatch: pytest.Monkey
 def test_a_layer_that_is_not_reset_is_refused_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = torch.nn.MultiheadAttention(2, 1, device="meta")
     monkeypatch.delattr(torch.nn.MultiheadAttention, name)
-    with pytest.raises(InvalidRegistrationError, match="`MultiheadAttention`: it has no `reset_parameters`"):
+    with pytest.raises(InvalidRegistrationError, match="because `MultiheadAttention` has no `reset_parameters`"):
         filling.fill(layer, torch.device("cpu"))
 
 
@@ -327,7 +327,7 @@ def test_a_checkpoint_loads_without(name: str, monkeypatch: pytest.MonkeyPatch) 
 @without("_orig_mod")
 def test_the_state_of_a_compiled_model_is_refused_by_others_without(name: str) -> None:
     compiled = torch.nn.ModuleDict({"_inner": torch.nn.Linear(2, 1)})
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="does not match"):
         loading.check_model(torch.nn.Linear(2, 1), loading.with_plain_names(compiled.state_dict()))
 
 

@@ -61,7 +61,7 @@ def test_the_line_to_write_is_named_once(lab: Any, remade: Any, caplog: pytest.L
     with local(lab.Task) as trainer:
         trainer.train()
         [told] = [record.getMessage() for record in caplog.records if "remakes_frozen" in record.getMessage()]
-    assert "write `remakes_frozen = True` in `Task`, else `remakes_frozen = False`" in told
+    assert "write `remakes_frozen = True` in `Task`, otherwise `remakes_frozen = False`" in told
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -166,7 +166,7 @@ def test_an_adapter_comes_and_goes_in_the_format_of_peft(lab: Any, remade: Any, 
         assert equal(adapter_of(other), trained)
     with (
         local(lab.Task, "next words") as other,
-        pytest.raises(ValueError, match="adapters go into a whole `PeftModel`"),
+        pytest.raises(ValueError, match="adapters need a whole `PeftModel`"),
     ):
         HuggingFaceOperator.load_pretrained(other, folder)
 

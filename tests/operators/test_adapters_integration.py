@@ -105,7 +105,7 @@ def test_a_divided_base_may_be_in_bf16_beside_its_adapter(lab: Any, ray_cluster:
         trainer.train()
         trained = trainer.get_model().state_dict()
         HuggingFaceOperator.save_pretrained(trainer, tmp_path)
-        with pytest.raises(ValueError, match="adapters go into a whole `PeftModel`"):
+        with pytest.raises(ValueError, match="adapters need a whole `PeftModel`"):
             HuggingFaceOperator.load_pretrained(trainer, tmp_path)
     changed = {name for name, each in trained.items() if not torch.equal(each, first[name])}
     assert changed

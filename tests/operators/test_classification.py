@@ -119,7 +119,7 @@ class TestRefusals:
             ({"optimizer": "adma"}, "'adma'.*allowed are 'adam', 'adamw'"),
             ({"optimizer": None}, "allowed are 'adam'"),
             *[
-                ({"lr": lr}, r"`config\['lr'\]=.*`: need a positive number; without the key it is 0.001")
+                ({"lr": lr}, r"`config\['lr'\]=.*`: need a positive number\. The default is 0.001")
                 for lr in (0, None, "0.1", True, math.nan, math.inf, -1, [0.1])
             ],
             ({"weight_decay": -1}, "need a number of 0 or more"),

@@ -201,7 +201,7 @@ class TestRefused:
 
     def test_a_warm_up_that_is_a_share_of_the_steps(self, lab: Any) -> None:
         config = {"scheduler": "linear", "num_training_steps": 25, "num_warmup_steps": 0.1}
-        with pytest.raises(ValueError, match=r"not a share of all: write `math.ceil\(0.1 \* .*\)`, here 3"):
+        with pytest.raises(ValueError, match=r"not a fraction of all steps. Write `math.ceil\(0.1 \* .*\)`, here 3"):
             local(lab.Task, config=config, scheduler_step_freq="batch")
 
     def test_a_model_with_nothing_to_train(self, lab: Any) -> None:

@@ -50,7 +50,7 @@ def test_labels_of_a_text_stay_with_its_tokens() -> None:
     ("samples", "num_tokens", "finding"),
     [
         ([{"input_ids": [1, 2]}], 0, "`num_tokens=0`: need an integer"),
-        ([{"input_ids": [1]}, {"input_ids": [1, 2, 3]}], 2, "Text 1 has 3 tokens, and a pack holds 1 to"),
+        ([{"input_ids": [1]}, {"input_ids": [1, 2, 3]}], 2, "Text 1 has 3 tokens, but a pack holds 1 to"),
         ([{"input_ids": []}], 2, "Text 0 has 0 tokens"),
         ([{"input_ids": [1, 2], "labels": [1]}], 2, "2 tokens and 1 labels"),
     ],

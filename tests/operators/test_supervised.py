@@ -58,7 +58,7 @@ def test_a_learning_rate_under_another_name_is_warned_of(
     with TorchTrainer(training_operator_cls=Numbers, config=config, use_local=True) as trainer:
         rate = trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])
     assert rate == [config.get("lr", 0.001)]
-    said = "`config['learning_rate']` has no effect, the learning rate is 0.001: write `\"lr\"`"
+    said = "`config['learning_rate']` has no effect, so the learning rate is 0.001: write `\"lr\"`"
     assert caplog.text.count(said) == is_said
 
 

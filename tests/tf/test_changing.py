@@ -120,7 +120,7 @@ class TestReloading:
         before, operator, drawn = trainer.state_dict(), trainer.get_local_operator(), np.random.get_state()
         cases: list[tuple[Any, type[Exception], str]] = [
             (Raises, ZeroDivisionError, "while it was edited"),
-            (Wider, ValueError, "does not fit what is registered|has 4 arrays"),
+            (Wider, ValueError, "does not match the variables of this trainer|has 4 arrays"),
             (dict, TypeError, "need a subclass of `raysgd.tf.TrainingOperator`"),
         ]
         for operator_cls, error, message in cases:
@@ -156,7 +156,7 @@ class TestUpdatingTheConfig:
 @pytest.mark.keras_in_turns("keras3")
 def test_a_trainer_of_creators_says_what_it_cannot_do(keras_here: Any) -> None:
     trainer = TFTrainer(make_model, make_data, {"lr": 0.1}, use_local=True)
-    with trainer, pytest.raises(ValueError, match="needs an operator class, and this trainer has creator functions"):
+    with trainer, pytest.raises(ValueError, match="needs an operator class, but this trainer has creator functions"):
         trainer.reload(Line)
 
 

@@ -47,7 +47,7 @@ KERAS_MODEL = type("Sequential", (LAYER,), {})
         ({**CREATORS, "training_operator_cls": Operator}, ValueError, "pass one of the two"),
         ({"training_operator_cls": 3}, TypeError, "is 3"),
         ({"training_operator_cls": dict}, TypeError, "need a subclass of `raysgd.tf.TrainingOperator`"),
-        ({**CREATORS, "num_workers": 2, "num_replicas": 3}, ValueError, "two names for one number"),
+        ({**CREATORS, "num_workers": 2, "num_replicas": 3}, ValueError, "two names for one argument"),
         ({**CREATORS, "num_worker": 2}, TypeError, "does not know `num_worker`. Did you mean `num_workers`"),
         ({**CREATORS, "backend": "gloo"}, TypeError, "does not know `backend`: omit it"),
         ({**CREATORS, "config": {"fit_config": 3}}, TypeError, r"`config\['fit_config'\]=3`"),

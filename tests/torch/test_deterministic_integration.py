@@ -111,7 +111,7 @@ class OfTwo(LinearOperator):
 @pytest.mark.parametrize(
     ("operator_cls", "message"),
     [
-        (OwnBatchOperator, "computed its gradients without the library"),
+        (OwnBatchOperator, "computed gradients without `self.backward`"),
         (Weighing, r"`weight=` of `self.backward`.* does not work with `deterministic=True`"),
         (OfTwo, "`deterministic=True` with 2 registered optimizers cannot work"),
     ],

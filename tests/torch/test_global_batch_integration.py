@@ -173,7 +173,7 @@ def test_a_loss_that_gathers_shares_of_different_sizes_is_told_so(two: TorchTrai
         return str(caught.value)
 
     for words in two.apply_all_operators(outcome):
-        assert "of 2 to 3 numbers, because their shares of this global batch differ" in words
+        assert "from 2 to 3 elements, because their shares of this global batch differ" in words
         assert "`drop_last=True`" in words
 
 
@@ -207,10 +207,12 @@ def test_data_of_a_call_that_are_not_divided_are_refused(
     option: dict[str, Any], make_local: Callable[..., TorchTrainer]
 ) -> None:
     trainer = make_local(**option)
-    with pytest.raises(ValueError, match=r"needs data that the library divides by samples, and these are not divided"):
+    with pytest.raises(
+        ValueError, match=r"needs data that the library shards by samples, but this data is not sharded"
+    ):
         trainer.train(dataset=torch.utils.data.DataLoader(Streamed()))
     (name, value), *_ = option.items()
-    with pytest.raises(ValueError, match=rf"got `Dataset`, which `{name}=.*{value}.*` cannot divide by samples"):
+    with pytest.raises(ValueError, match=rf"got `Dataset`, which `{name}=.*{value}.*` cannot shard by samples"):
         trainer.train(dataset=Dataset(list(range(8)), batch_size=2))
 
 
@@ -229,6 +231,8 @@ def test_a_cap_without_effect_is_refused() -> None:
     trainer = TorchTrainer(training_operator_cls=OwnCapped, split_batches=True, micro_batch_size=2, use_local=True)
     with (
         trainer,
-        pytest.raises(ValueError, match="`micro_batch_size`: a batch is left out, for which"),
+        pytest.raises(
+            ValueError, match=r"`micro_batch_size`: a batch was skipped, but `self.backward` was not called for it"
+        ),
     ):
         trainer.train()

@@ -786,7 +786,9 @@ def test_a_scheduler_of_every_few_batches_counts_those_that_are_taken_in_parts_o
 
 def test_every_few_epochs_is_not_every_few_calls(train_local: Train) -> None:
     trainer, module = train_local(scheduled(frequency=2))
-    with pytest.raises(ValueError, match=r'`train\(num_steps=3\)` is an epoch to the module.*`"interval": "step"`'):
+    with pytest.raises(
+        ValueError, match=r'`train\(num_steps=3\)` counts as an epoch of the module.*`"interval": "step"`'
+    ):
         trainer.train(num_steps=3)
     assert not module.seen
 
@@ -802,7 +804,7 @@ def test_a_scheduler_whose_metric_is_elsewhere_waits(train_local: Train, caplog:
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert module.seen == ["step"] * NUM_BATCHES
-    assert "no metric `val_loss` here" in caplog.text
+    assert "no metric `val_loss` was reported" in caplog.text
     trainer.update_scheduler(3.0)
     assert module.lr_schedulers().best == 3.0
 

@@ -111,7 +111,7 @@ def test_whole_files_of_before_are_loaded_where_the_base_is_the_same(make_local:
     assert list(now.state_dict()["models"][0]) == KEPT
     other = make_local(Adapted, config={"base": 1})
     was = model_of(other)
-    with pytest.raises(ValueError, match=r"`base.0.weight` of model 0 \(`Adapter`\) .* has other numbers"):
+    with pytest.raises(ValueError, match=r"`base.0.weight` of model 0 \(`Adapter`\) .* has other values"):
         other.load(tmp_path / "before.pt")
     assert equal(model_of(other), was)
 
@@ -119,9 +119,9 @@ def test_whole_files_of_before_are_loaded_where_the_base_is_the_same(make_local:
 @pytest.mark.parametrize(
     ("config", "finding"),
     [
-        ({"base": 1}, "has other numbers in the state than here"),
-        ({"width": 32}, "is float32 64x3 in the state, and float32 32x3 here"),
-        ({"dtype": torch.bfloat16}, "is float32 64x3 in the state, and bfloat16 64x3 here"),
+        ({"base": 1}, "has other values in the state than in this trainer"),
+        ({"width": 32}, "is float32 64x3 in the state and float32 32x3 in this trainer"),
+        ({"dtype": torch.bfloat16}, "is float32 64x3 in the state and bfloat16 64x3 in this trainer"),
     ],
 )
 @pytest.mark.parametrize("saver", [Adapted, Plain])
@@ -138,7 +138,7 @@ def test_another_base_is_refused_by_the_name_of_a_parameter(
 
 def test_an_operator_that_does_not_say_it_is_told_the_line_to_write(make_local: Make, tmp_path: Path) -> None:
     make_local(Adapted).save(tmp_path / "one.pt")
-    with pytest.raises(ValueError, match=r"`[\w.]*Adapted.setup` makes again, .* `remakes_frozen = True` in `Plain`"):
+    with pytest.raises(ValueError, match=r"`[\w.]*Adapted.setup` creates again, .* `remakes_frozen = True` in `Plain`"):
         make_local(Plain).load(tmp_path / "one.pt")
 
 
@@ -204,7 +204,7 @@ def test_parts_of_files_can_be_loaded(make_local: Make, tmp_path: Path) -> None:
             assert list(trainer.state_dict()["models"][0]) == KEPT
     with pytest.raises(ValueError, match="remakes_frozen"):
         make_local(Plain).load(tmp_path / "small.pt", parts=("models",))
-    with pytest.raises(ValueError, match="has other numbers"):
+    with pytest.raises(ValueError, match="has other values"):
         make_local(Adapted, config={"base": 1}).load(tmp_path / "whole.safetensors")
 
 
@@ -219,7 +219,7 @@ def test_a_file_of_weights_has_what_is_trained_or_all(make_local: Make, tmp_path
     other = make_local(Adapted)
     assert other.load(tmp_path / "some.safetensors").is_complete
     assert equal(model_of(other), model_of(trainer))
-    with pytest.raises(ValueError, match="has other numbers in the state than here"):
+    with pytest.raises(ValueError, match="has other values in the state than in this trainer"):
         make_local(Adapted, config={"base": 1}).load(tmp_path / "some.safetensors")
 
 

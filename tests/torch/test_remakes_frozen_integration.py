@@ -153,7 +153,7 @@ def test_a_new_worker_with_another_base_is_refused(ray_cluster: None, tmp_path: 
         trainer.train()
         Path(tmp_path, "calm").unlink()
         Path(tmp_path, "death").write_text("2 batch")
-        with pytest.raises(ValueError, match=r"`base.1.weight` of model 0 \(`Adapter`\) .*(same|other numbers)"):
+        with pytest.raises(ValueError, match=r"`base.1.weight` of model 0 \(`Adapter`\) .*(same|other values)"):
             trainer.train()
 
 

@@ -512,7 +512,7 @@ def test_a_criterion_with_parameters_is_saved_and_restored(caplog: pytest.LogCap
     train(other)
     trained = other.state()["criterion"]["0.weight"].clone()
     assert not equal(trained, state["criterion"]["0.weight"])
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="does not match"):
         other.restore({**state, "criterion": {}}, None)
     assert not caplog.records
     del state["criterion"]  # a file of before
@@ -539,7 +539,9 @@ def test_an_optimizer_of_what_nobody_saves_is_warned_of(caplog: pytest.LogCaptur
     assert not caplog.records
     make_runner(LearnsItsLoss, has_more=True)
     [record] = caplog.records
-    assert "belong to no registered model and not to the criterion: parameter 0 in group 2 of `SGD`" in record.message
+    assert (
+        "belong neither to a registered model nor to the criterion: parameter 0 in group 2 of `SGD`" in record.message
+    )
 
 
 class FailsAt(LinearOperator):
@@ -780,7 +782,7 @@ class NotDivided(BreaksOff):
         (OwnLoop, "`OwnLoop` overrides `train_epoch` and does not set `resumes_epochs`"),
         (OwnLoopThatGoesOn, None),
         (NeverGoesOn, "`NeverGoesOn` sets `resumes_epochs` to False"),
-        (NotDivided, "the train loader is not divided by the library"),
+        (NotDivided, "the train loader is not sharded by the library"),
     ],
 )
 def test_what_cannot_be_gone_on_with_says_why(
@@ -994,7 +996,7 @@ class OwnData(LinearOperator):
 
 @pytest.mark.parametrize(
     ("operator_cls", "expected"),
-    [(OwnLoop, "overrides `train_epoch`"), (NotDivided, "the train loader is not divided"), (OwnData, None)],
+    [(OwnLoop, "overrides `train_epoch`"), (NotDivided, "the train loader is not sharded"), (OwnData, None)],
 )
 def test_no_snapshot_is_taken_inside_what_could_not_be_gone_on_with(
     operator_cls: type[LinearOperator], expected: str | None

@@ -618,10 +618,10 @@ def test_a_plateau_may_go_by_any_metric_of_training_or_validation(make_local: Ma
 
 def test_a_plateau_without_a_metric_to_go_by_is_an_error(make_local: MakeTrainer) -> None:
     for call in (lambda each: each.train(), lambda each: each.fit(1, validation_freq=0)):
-        with pytest.raises(ValueError, match=r"in `fit` with validation data it goes by `val_loss`"):
+        with pytest.raises(ValueError, match=r"In `fit` with validation data, it then follows `val_loss`"):
             call(on_plateau(make_local))
     other = on_plateau(make_local, type("Named", (Scores,), {"scheduler_metric": "val_loss"}))
-    with pytest.raises(ValueError, match=r"goes by `val_loss`, and neither .* There are .*`train_loss`.*`val_score`"):
+    with pytest.raises(ValueError, match=r"follows `val_loss`, but neither .* Available: .*`train_loss`.*`val_score`"):
         other.fit(1)
 
 
@@ -1010,7 +1010,7 @@ def test_a_batch_of_an_accumulated_step_is_not_left_out(left_out: int, make_loca
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
             return {} if batch_info["batch_idx"] == left_out else super().train_batch(batch, batch_info)
 
-    with pytest.raises(ValueError, match=r"`accumulate_grad_batches=2`: a batch is left out.* pass `0 \* loss`"):
+    with pytest.raises(ValueError, match=r"`accumulate_grad_batches=2`: a batch was skipped.* pass `0 \* loss`"):
         make_local(Leaves, accumulate_grad_batches=2).train()
 
 

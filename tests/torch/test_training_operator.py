@@ -416,7 +416,7 @@ def test_an_accuracy_that_nobody_can_tell_is_nan_with_one_warning(caplog: pytest
     operator = make(OwnLoss)
     for _ in range(2):
         assert math.isnan(operator.validate(dataset_batches())["val_accuracy"])
-    assert caplog.text.count("`val_accuracy` is NaN: the shapes of outputs and targets do not tell") == 1
+    assert caplog.text.count("`val_accuracy` is NaN: the shapes of outputs and targets do not show") == 1
 
 
 def test_mixed_precision_is_used_in_both_loops() -> None:

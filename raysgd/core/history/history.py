@@ -79,6 +79,7 @@ class History(Sequence[dict[str, Any]]):
         records: All calls of `train`, `validate` and `test`, in order.
         events: Failures of workers and resizes.
         stop_reason: Why a callback stopped the run; None if none did.
+        journal: Folder of the run that keeps the journal of its steps; None if the run keeps none.
 
     Examples:
         >>> history = History()
@@ -94,6 +95,7 @@ class History(Sequence[dict[str, Any]]):
         self.events: list[GroupEvent] = [] if events is None else events
         self._forgotten = BEGINNING
         self.stop_reason: str | None = None
+        self.journal: str | None = None
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...

@@ -139,7 +139,7 @@ def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> 
         return {_TAG: "dict", "value": [list(pair) for pair in pairs]}
     raise ValueError(
         f"`state{''.join(f'[{part!r}]' for part in path.strip('/').split('/'))}` is a "
-        f"`{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint cannot give back without running "
+        f"`{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint cannot restore without running "
         "code. Allowed are NumPy arrays, numbers, strings, bytes, None, and dicts, lists and tuples of these. Convert "
         "it in `state_dict()`."
     )

@@ -160,8 +160,8 @@ class TFDividedSource:
             return True
         if is_mid_pass:
             logger.warning(
-                "the train dataset is shuffled, and this process cannot repeat the order of the pass that was "
-                "interrupted: starting a fresh pass. A new trainer with `seed=%s` could.",
+                "the train dataset is shuffled, but this process cannot repeat the order of the interrupted pass, so a "
+                "fresh pass starts. To repeat the order, load the state into a new trainer with `seed=%s`.",
                 position["seed"],
             )
         return False
@@ -348,8 +348,8 @@ def _item(
     tensors = batch if batch is NO_BATCH else tf.nest.map_structure(tf.convert_to_tensor, batch)
     if has_own_collate and num_samples and (found := int(datasets.num_samples(tensors))) != num_samples:
         raise ValueError(
-            f"the `collate` of a stream made {found} samples of {num_samples} rows, by which batches count: leave rows "
-            "out with `filter`, or make several of one in the shards."
+            f"the `collate` of a stream made {found} samples of {num_samples} rows, but batches count rows. Skip rows "
+            "with `filter`, or make several rows of one in the shards."
         )
     return StreamItem(tensors, num_samples, num_global)
 

@@ -136,7 +136,7 @@ def batches_of(share: CallData, is_distributed: bool) -> Any:
     datasets.check_dataset("what the creator in `dataset=` returned", dataset)
     if is_distributed and datasets.is_shuffled(dataset) and datasets.is_divided(dataset):
         raise ValueError(
-            "`dataset=` got a shuffled `tf.data.Dataset`, whose order each worker would draw by itself. Pass "
+            "`dataset=` got a shuffled `tf.data.Dataset`, which each worker would shuffle differently. Pass "
             "`raysgd.data.Arrays(data, shuffle=True)`, or register the dataset in `setup`."
         )
     return dataset

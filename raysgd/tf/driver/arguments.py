@@ -21,7 +21,8 @@ def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
     """Return the number of workers from `num_workers` or its older name `num_replicas`."""
     if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
         raise ValueError(
-            f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names for one number: pass one."
+            f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names for one argument: pass "
+            "one."
         )
     name, value = ("num_replicas", num_replicas) if num_workers is None else ("num_workers", num_workers)
     if value is None:
@@ -90,7 +91,7 @@ def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
     """
     if settings.batch_options.split_batches and kind_of(dataset) == "ray":
         raise ValueError(
-            f"`train(dataset=...)` got `{type(dataset).__name__}`, which `split_batches=True` cannot divide by "
+            f"`train(dataset=...)` got `{type(dataset).__name__}`, which `split_batches=True` cannot shard by "
             "samples: pass arrays or a `tf.data.Dataset`."
         )
 
@@ -121,8 +122,8 @@ def _check_callbacks(config: Mapping[str, Any], num_workers: int) -> None:
     if any("BackupAndRestore" in registration.class_names(callback) for callback in _callbacks_in(config)):
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
-            "it would restore weights and epoch on rank 0 only. Leave it out: after the failure of a worker the "
-            "call continues by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
+            "it would restore weights and epoch on rank 0 only. Omit it. After a worker failed, the call "
+            "continues by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
         )
 
 
@@ -135,9 +136,10 @@ def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
     names = set().union(*map(registration.class_names, _callbacks_in(config))) & _BEGIN_AGAIN
     if names and epochs > 1:
         raise ValueError(
-            f"`{min(names)}` in `config['fit_config']['callbacks']` with `trainer.fit({epochs})` cannot work: that is "
-            f"{epochs} calls of Keras's `fit`, and it begins again in each. Set `config['fit_config']['epochs']` and "
-            "call `trainer.train()`, or give `trainer.fit` callbacks of `raysgd.callbacks`."
+            f"`{min(names)}` in `config['fit_config']['callbacks']` with `trainer.fit({epochs})` cannot work: this "
+            f"calls Keras's `fit` {epochs} times, and the callback starts over in each call. Set "
+            "`config['fit_config']['epochs']` and call `trainer.train()`, or give `trainer.fit` callbacks of "
+            "`raysgd.callbacks`."
         )
 
 

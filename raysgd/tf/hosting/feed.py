@@ -169,9 +169,9 @@ class TFFeed(feed.DataFeed):
         if dataset is None or datasets.is_divided(dataset):
             return None
         if self.ray_loader(name) is not None:
-            return f"Ray Data divides the {name} dataset, and keeps no position"
+            return f"Ray Data shards the {name} dataset, and stores no position"
         known_as = {"validation": "test"}.get(name, name)
-        return f"the {known_as} dataset is not divided by the library (its auto-shard policy is OFF)"
+        return f"the {known_as} dataset is not sharded by the library (its auto-shard policy is OFF)"
 
     def ledger(self) -> DataLedger | None:
         stream = self.train_stream

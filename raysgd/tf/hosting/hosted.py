@@ -46,7 +46,7 @@ _OF_KERAS_2 = (
 )
 """Parts of Keras 3's error messages for Keras 2 code such as `Adam(lr=...)` or `model.save("folder")`."""
 _LEGACY_KERAS = (
-    "Keras 3 does not take this. If the program is for Keras 2, change the line (`raysgd migrate` finds it), or set "
+    "Keras 3 does not accept this. If the program is for Keras 2, change the line (`raysgd migrate` finds it), or set "
     "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, and install `tf_keras`."
 )
 
@@ -104,7 +104,7 @@ class TFHostedOperator(hosted.HostedOperator):
         check_is_set_up(operator)
         obstacle = self.feed.obstacle("train")
         if settings.batch_options.split_batches and obstacle is not None:
-            way_out = "Omit it, or register a dataset that the library divides"
+            way_out = "Omit it, or register a dataset that the library can shard"
             raise ValueError(f"`split_batches=True` cannot work: {obstacle}. {way_out}.")
         if self._num_workers > 1:
             for dataset in filter(None, (operator.train_dataset, operator.validation_dataset)):
@@ -246,9 +246,9 @@ def refuse_stateful(models: Iterable[Any]) -> None:
     for layer in (layer for model in models for layer in registration.layers_in(model)):
         if hasattr(layer, "cell") and layer.stateful:
             raise IncompatibleModelError(
-                f"`{type(layer).__name__}(stateful=True)` cannot be divided: its state belongs to rows of the batch "
-                "before, which other workers may have. Use `stateful=False` or `num_workers=1`, or let each worker "
-                "read its own sequences: `raysgd.tf.prepare_dataset_shard(dataset)`."
+                f"`{type(layer).__name__}(stateful=True)` cannot be divided, because its state belongs to rows of the "
+                "previous batch, which other workers may have. Use `stateful=False` or `num_workers=1`, or let each "
+                "worker read its own sequences: `raysgd.tf.prepare_dataset_shard(dataset)`."
             )
 
 

@@ -116,8 +116,8 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
         raise ValueError(f"The state of {what} is not a list of arrays. Nothing was loaded.")
     if len(variables) != len(values):
         raise ValueError(
-            f"The state of {what} has {len(values)} arrays, and what is registered has {len(variables)} variables. "
-            "Nothing was loaded; load it with the operator that saved it, and let models know their input shape."
+            f"The state of {what} has {len(values)} arrays, but this trainer has {len(variables)} variables for it, so "
+            "nothing was loaded. Load the state with the operator that saved it, and give models their input shape."
         )
     shapes = [
         f"{index}: {np.shape(value)} instead of {tuple(variable.shape)}"
@@ -130,7 +130,10 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
             f"The state of {what} has arrays of {strangers[0]}, which are not numbers. Nothing was loaded."
         )
     if shapes:
-        raise ValueError(f"The state of {what} does not fit what is registered, nothing was loaded. Shapes: {shapes}.")
+        raise ValueError(
+            f"The state of {what} does not match the variables of this trainer, so nothing was loaded. Shapes: "
+            f"{shapes}."
+        )
 
 
 def seed_alike(seed: int) -> None:

@@ -27,8 +27,8 @@ from raysgd.core.private_names import require_names
 logger = logging.getLogger(__name__)
 
 NO_FIRST_ORDER = (
-    "a shuffled dataset to validate on cannot be copied, so a new worker may have it in another order, and samples may "
-    "be repeated or left out: leave out the shuffle, which a validation does not need"
+    "a shuffled validation dataset cannot be copied, so a new worker may read it in another order, and samples may be "
+    "repeated or skipped. Remove the shuffle, because validation does not need it"
 )
 
 _IGNORE = 1  # policy for external state of a dataset, such as the state of Python functions: do not copy it
@@ -98,7 +98,7 @@ def unused_copy(dataset: Any) -> Any:
         text = _packed_graph(dataset, _rename_generators)
         return _dataset_of(text, dataset.element_spec).with_options(dataset.options())
     except (ValueError, tf.errors.OpError) as error:
-        logger.info("the order of a shuffled dataset cannot be repeated here: %s", error)
+        logger.info("the order of a shuffled dataset cannot be repeated in this process: %s", error)
         return None
 
 
@@ -286,8 +286,8 @@ def check_dataset(name: str, dataset: Any) -> None:
     sizes = {spec.shape[0] for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank} - {None}
     if len(sizes) > 1:
         raise ValueError(
-            f"`{name}` yields {dataset.element_spec}, whose parts begin with different sizes {sorted(sizes)}, so it is "
-            "not a batch: call `.batch(batch_size)` on it."
+            f"`{name}` yields {dataset.element_spec}, whose tensors differ in the first dimension {sorted(sizes)}, so "
+            "it is not a batch: call `.batch(batch_size)` on it."
         )
 
 
@@ -302,7 +302,7 @@ def refuse_sparse(dataset: Any) -> None:
     sparse = [spec for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, tf.SparseTensorSpec)]
     if sparse:
         raise ValueError(
-            f"a dataset yields {sparse[0]}, and workers divide dense and ragged tensors only. Make it dense: "
+            f"a dataset yields {sparse[0]}, but only dense and ragged tensors can be sharded. Make the tensor dense: "
             "`dataset.map(lambda x, y: (tf.sparse.to_dense(x), y))`."
         )
 

@@ -214,7 +214,7 @@ def refuse_by_name(gradients: Sequence[Any]) -> None:
         return
     if any("clip_by_global_norm" in tensor.name for tensor in tensors):
         raise IncompatibleModelError(
-            "`tf.clip_by_global_norm` in your own step clips by the gradients of one worker. Leave it out, and let the "
+            "`tf.clip_by_global_norm` in your own step clips by the gradients of one worker. Remove it, and let the "
             "optimizer clip the mean over all workers: `global_clipnorm=...`."
         )
     divided = [one for one in tensors[0].graph.get_operations() if one.type == "DivNoNan"]
@@ -296,8 +296,8 @@ def _refuse_axes(loss: Any, output: Any) -> None:
 
 def _without_values(loss: Any, advice: str) -> IncompatibleModelError:
     return IncompatibleModelError(
-        f"the loss `{_name_of(loss)}` has no value for each sample, and a worker has only a part of the batch that it "
-        f"is meant for. Use {advice}. The library takes the mean."
+        f"the loss `{_name_of(loss)}` has no value for each sample, so a worker cannot compute it on its shard of the "
+        f"batch. Use {advice}. The library takes the mean."
     )
 
 
@@ -339,8 +339,8 @@ def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
         parts = tf.nest.flatten(given)
     if len(parts) != num_outputs:
         raise IncompatibleModelError(
-            f"`{name}` has {len(parts)} parts, and the model {num_outputs} outputs: pass one for each output, in the "
-            "form of what the model returns, so that workers know which belong together."
+            f"`{name}` has {len(parts)} entries, but the model has {num_outputs} outputs: pass one for each output, in "
+            "the same structure as the model's outputs, so that workers can match them."
         )
     return parts
 

@@ -101,8 +101,8 @@ class Synchronizer:
         with self.exchanges.noting(*REFUSALS):
             raise InvalidRegistrationError(
                 f"`self.optimizer` is a `{type(optimizer).__name__}` that was not registered, so each worker would "
-                "train a separate model. Call `register` with it, also when you replace an optimizer later, and use "
-                "what it returns."
+                "train a separate model. Pass it to `register`, also when you replace an optimizer later, and use "
+                "the optimizer that `register` returns."
             )
 
     def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -113,7 +113,7 @@ class Synchronizer:
         if strangers:
             raise InvalidRegistrationError(
                 f"`{type(optimizer).__name__}` trains variables of no registered model: {', '.join(strangers)}. They "
-                "would be neither saved nor given to workers that step in. Make them with `add_weight` of a layer, and "
+                "would be neither saved nor sent to new workers. Make them with `add_weight` of a layer, and "
                 "register the layer too: `register(models=[model, layer], ...)`."
             )
 

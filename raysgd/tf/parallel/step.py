@@ -70,9 +70,9 @@ class TFStep:
         if len(set(self._waiting)) > 1:
             counts = ", ".join(str(own) for own, _ in self._waiting)
             raise RuntimeError(
-                f"Batches of {counts} samples on this worker were drawn, and this step may be for each of them. Draw "
-                "one batch, train on it, then draw the next; to leave one out, call `self.skip_batch()`; to draw "
-                "ahead, batch with `drop_remainder=True`."
+                f"Batches of {counts} samples were drawn on this worker, so it is unknown which of them this step "
+                "trains on. Draw one batch, train on it, then draw the next. To skip a batch, call "
+                "`self.skip_batch()`. To draw ahead, batch with `drop_remainder=True`."
             )
         self.skip()
         if exchange is not None:

@@ -234,7 +234,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
         _check_archive(file, os.fstat(file.fileno()).st_size)
         found = _load_strictly(os.fspath(path), _can_be_mapped(file))
     if type(found) is not dict or not all(type(each) is torch.Tensor for each in found.values()):
-        raise ValueError("there is something else than tensors")
+        raise ValueError("it has values that are not tensors")
     return found
 
 

@@ -140,7 +140,7 @@ def making(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(path))
     if target.is_dir() and not is_folder(target) and any(target.iterdir()):
-        raise IsADirectoryError(f"`{path}` is a folder with something else in it: save to another path.")
+        raise IsADirectoryError(f"`{path}` is a folder with other content than a checkpoint: save to another path.")
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
     beside = target.with_name(f".raysgd-{target.name}-{uuid.uuid4().hex[:8]}.tmp")
@@ -183,7 +183,7 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
     if missing:
         raise OSError(
             f"{len(missing)} of {len(files)} files that workers wrote are not in `{folder.parent}` on the driver's "
-            "machine. Workers on several nodes each write a part: save to a path that all nodes share, or pass "
+            "machine. Each worker writes its own shard, so save to a path that all nodes share, or pass "
             "`whole=True`, which gathers the whole state on the driver."
         )
     facts = {"version": FORMAT_VERSION, "index": parts[0].index, "files": list(files.values())}
@@ -240,12 +240,12 @@ class DividedFolder(DividedState):
     def _check_part(self, rank: int, found: Mapping[Any, torch.Tensor]) -> None:
         num = len(self._files)
         expected = {path: facts for path, facts in self.index.items() if not rank or facts[2]}
-        require(found.keys() == expected.keys(), "it has other tensors than the index says")
+        require(found.keys() == expected.keys(), "its tensors are not those of the index")
         for path, (dtype, size, is_divided) in expected.items():
             num_rows = begin_of(size[0], num, rank + 1) - begin_of(size[0], num, rank) if is_divided else size[0]
             kind = (found[path].dtype, found[path].layout, found[path].device.type, tuple(found[path].shape))
             is_it = kind == (dtype, torch.strided, "cpu", (num_rows, *size[1:]))
-            require(is_it, "a tensor is another one than the index says")
+            require(is_it, "a tensor differs from its entry in the index")
 
     def corrupted(self, finding: str) -> CheckpointCorruptedError:
         """Return the error for a damaged folder."""
@@ -268,7 +268,7 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
     facts = rest.pop(DIVIDED, None)
     if not isinstance(facts, Mapping) or facts.get("version") != FORMAT_VERSION:
-        raise corrupted(path, f"`{REST}` is of another format; another version of raysgd may have written it")
+        raise corrupted(path, f"`{REST}` has an unknown format; another version of raysgd may have written it")
     if facts.get("has_ranks") and not for_rank:
         rest = {**rest, RESUME: {**dict(rest.get(RESUME) or {}), RNG: _rank_states(path)}}
     try:
@@ -290,8 +290,10 @@ def _check_index(index: Any, files: Any) -> None:
     num_there = sum(num_bytes for num_bytes, _ in files)
     num_bytes = 0
     for path, (dtype, size, is_divided) in index.items():
-        require(type(path) is tuple and 1 < len(path) <= _MAX_DIMS, "a tensor has no place")
-        require(isinstance(dtype, torch.dtype) and type(is_divided) is bool, "a tensor is of no kind")
+        require(type(path) is tuple and 1 < len(path) <= _MAX_DIMS, "a tensor has no path")
+        require(
+            isinstance(dtype, torch.dtype) and type(is_divided) is bool, "a tensor has no valid dtype or sharding flag"
+        )
         is_shape = type(size) is tuple and 0 < len(size) <= _MAX_DIMS
         require(is_shape and all(type(each) is int and each >= 0 for each in size), "a tensor has no shape")
         require(math.prod(max(1, each) for each in size) < _MAX_SIZE, "a tensor has no shape")
@@ -303,7 +305,7 @@ def _rank_states(path: str) -> Any:
     try:
         return checkpoint_file.read(Path(path, RANKS))[RNG]
     except (FileNotFoundError, KeyError) as error:
-        raise corrupted(path, f"`{RANKS}` is missing or of another format") from error
+        raise corrupted(path, f"`{RANKS}` is missing or has an unknown format") from error
 
 
 def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, Any]:
@@ -335,5 +337,7 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
     if found is not None or verdict.item():
-        told = found or folder.corrupted("a file is missing, cannot be read, or was changed, another worker says")
+        told = found or folder.corrupted(
+            "another worker reported that a file is missing, cannot be read, or was changed"
+        )
         raise told.with_traceback(None)  # same traceback on all ranks: workers that all fail alike are kept

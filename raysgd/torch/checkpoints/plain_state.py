@@ -117,7 +117,7 @@ class _Packing:
         except Exception as error:  # objects of users may raise anything
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "
-                "cannot give back without running code. Allowed are tensors, arrays of numbers, numbers, strings, "
+                "cannot restore without running code. Allowed are tensors, arrays of numbers, numbers, strings, "
                 "bytes, None, and dicts, lists and tuples of these. Convert it in `state_dict()`, or opt in: "
                 "`save(path, weights_only=False)`, and `load(path, weights_only=False)` for files you trust."
             ) from error

@@ -73,8 +73,8 @@ def read(path: str, name: str) -> dict[str, Any]:
         return {"models": _models(tensors, metadata), **left_out}
     except (library.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointCorruptedError(
-            f"`{name}` is no intact file of safetensors: {error}. It was damaged, or not copied to its end. Copy it "
-            "again from where it came from, or load another file."
+            f"`{name}` is not an intact safetensors file: {error}. It was damaged, or not copied completely. Copy it "
+            "again from its source, or load another file."
         ) from error
 
 
@@ -115,7 +115,7 @@ def _models(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> li
     tensors.update({name: tensors[other] for name, other in tied.items()})
     num_models = int(metadata.get(_NUM_MODELS, 1))
     if not 1 <= num_models <= _MAX_MODELS:
-        raise ValueError(f"it says that it holds {num_models} models")
+        raise ValueError(f"its metadata names {num_models} models")
     if num_models == 1:
         return [tensors]
     models: list[dict[str, torch.Tensor]] = [{} for _ in range(num_models)]

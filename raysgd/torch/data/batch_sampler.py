@@ -159,6 +159,17 @@ class PassPlan:
             for share in shares:
                 yield Share(start + share.start, start + share.stop, *share[2:])
 
+    def shares_of_step(self, step: int, rank: int) -> list[Share]:
+        """Return the shares of `rank` in one of the remaining global steps, counted from 0.
+
+        Raises:
+            ValueError: There is no such step.
+        """
+        check_range("step", step, minimum=0, maximum=self.num_steps - 1)
+        start, stop = self._span(step)
+        shares = self._shares_of_batch(rank, stop - start)
+        return [Share(start + share.start, start + share.stop, *share[2:]) for share in shares]
+
     def num_batches(self, rank: int) -> int:
         """Return the number of batches that `rank` sees in the rest of the pass."""
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -129,6 +130,20 @@ class DividedLoaderSource:
         self._order_before = position.get("order") if position["is_mid_pass"] else None
         return True
 
+    def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
+        """Return, as plain data, what finds the samples of a step again; see `raysgd.journal`."""
+        sampler = self._sharded.sampler
+        return {
+            "kind": "loader",
+            "order": self.order.name,
+            "seed": self.seed,
+            "num_samples": self.num_samples,
+            "is_of_batches": isinstance(self.order, BatchesOrder),
+            "batch_size": sampler.batch_size,
+            "drop_last": sampler.drop_last,
+            "rule": None if sampler.rule is None else asdict(sampler.rule),
+        }
+
     @property
     def _size(self) -> dict[str, int]:
         """Size of a pass as stored in positions: in batches if a user's batch sampler forms them, else in samples."""
@@ -246,6 +261,10 @@ class PlainSource:
         if self._is_in_lockstep:
             return _in_lockstep(iter(self._loader), self._ranks.start_sum, self._ranks.world_size)
         return (DrawnItem(batch, 1.0, None, None) for batch in self._loader)
+
+    def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
+        """Return that the samples of a step cannot be found again; see `raysgd.journal`."""
+        return {"kind": "undivided", "name": type(self._loader).__name__}
 
     def num_steps(self) -> int | None:
         """Return the number of steps in the latest pass, if known."""

@@ -181,8 +181,8 @@ def divided(
     if rule is not None and training and (world_size > 1 or rule.num_shards or rule.cap):
         raise ValueError(
             "`train(dataset=...)` with `split_batches=True` or `deterministic=True` needs data that the library "
-            f"divides by samples, and these are not divided ({sharded.reason}): pass arrays, a map-style dataset, or a "
-            "`DataLoader` over one."
+            f"shards by samples, but this data is not sharded ({sharded.reason}): pass arrays, a map-style dataset, or "
+            "a `DataLoader` over one."
         )
     return loader if sharded.divides_data or world_size == 1 else every_nth(loader, rank, world_size)
 
@@ -255,9 +255,9 @@ def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource
 
 def _unordered(what: str) -> ValueError:
     return ValueError(
-        f"`predict` got a `DataLoader` with {what}, so its rows come in an order of their own, and no result could be "
-        "told from another. Pass `DataLoader(dataset, batch_size=...)` without it, or the dataset. For some of the "
-        "rows pass `torch.utils.data.Subset(dataset, indices)`."
+        f"`predict` got a `DataLoader` with {what}, so its rows come in another order than those of the dataset, and "
+        "no result could be assigned to a row. Pass `DataLoader(dataset, batch_size=...)` without it, or the dataset. "
+        "For some of the rows pass `torch.utils.data.Subset(dataset, indices)`."
     )
 
 
@@ -265,7 +265,7 @@ def _check_iterable(loader: DataLoader[Any]) -> None:
     if loader.num_workers > 1 and isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             f"`predict` got a `DataLoader` over an `IterableDataset` with `num_workers={loader.num_workers}`, whose "
-            "processes read the rows side by side, so their order cannot be kept. Pass `num_workers=1` or 0, or a "
+            "processes read the rows in parallel, so their order cannot be kept. Pass `num_workers=1` or 0, or a "
             "dataset with `__getitem__` and `__len__`."
         )
 

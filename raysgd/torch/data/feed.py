@@ -158,17 +158,17 @@ class TorchFeed(feed.DataFeed):
         if stream is not self._of_call[1] or stream is None:
             return None
         if not has_divided_source(stream):
-            return "the data of this call are not divided by the library"
+            return "the data of this call are not sharded by the library"
         source = stream.source
         if isinstance(source, DividedLoaderSource) and not source.is_repeatable:
             name = source.order.name
-            return f"the order of the data of this call comes from {name}, which draws another one each time"
+            return f"the order of the data of this call comes from {name}, which draws a new order each time"
         return None
 
     def obstacle(self, name: str) -> str | None:
         data = self._data_of(name)
         if isinstance(data, UndividedLoader):
-            return f"the {name} loader is not divided by the library ({data.reason})"
+            return f"the {name} loader is not sharded by the library ({data.reason})"
         return None
 
     def ledger(self) -> DataLedger | None:

@@ -226,7 +226,7 @@ class SamplerOrder:
         if len(drawn) > limit:
             raise ValueError(
                 f"`{type(self.sampler).__name__}` draws more than the {limit} samples that its `__len__` "
-                "announces: the data cannot be divided without knowing its size. Correct `__len__`."
+                "reports, so the data cannot be sharded. Correct `__len__`."
             )
         return _compact(drawn)
 

@@ -120,7 +120,7 @@ def shard_loader(
     batches, own_sampler = loader.batch_sampler, _own_sampler(loader)
     is_of_batches = own_sampler is batches
     if is_of_batches and (rule is None or rule.num_shards):
-        return UndividedLoader(loader, "custom `batch_sampler`, which `split_batches=True` alone divides", warn=True)
+        return UndividedLoader(loader, "custom `batch_sampler`, which only `split_batches=True` shards", warn=True)
     order = BatchesOrder(own_sampler) if is_of_batches else order_of(own_sampler)
     size, drop_last = (1, False) if is_of_batches else (batches.batch_size, batches.drop_last)
     size *= 1 if rule is None else rule.multiple
@@ -157,7 +157,7 @@ def _divides(loader: DataLoader[Any]) -> bool:
     return divides_data(sampler) or divides_data(getattr(sampler, "sampler", None))
 
 
-_DIVIDES = "its sampler divides the data"
+_DIVIDES = "its sampler shards the data"
 
 
 # Conditions under which a loader is not sharded, the reasons, and whether the user may have expected otherwise. Each
@@ -183,7 +183,7 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
         options["pin_memory_device"] = device
     if not getattr(loader, "in_order", True):
         logger.warning(
-            "`in_order=False` has no effect on a loader that is divided over workers: a batch that overtakes "
+            "`in_order=False` has no effect on a loader that is sharded over workers, because a batch that overtakes "
             "another would be counted for the wrong step."
         )
     dataset = SeededRows(loader.dataset) if sampler.num_shards else loader.dataset

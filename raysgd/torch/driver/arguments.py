@@ -41,7 +41,7 @@ def check_place(num_workers: int, use_local: Any) -> None:
         _check_use_local(num_workers)
     if num_workers > 1 and not torch.distributed.is_available():
         raise ValueError(
-            f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`; it can use 1."
+            f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`, so it can use only 1."
         )
 
 
@@ -51,7 +51,8 @@ def _check_use_local(num_workers: int) -> None:
 
         if is_ray_client():
             raise ValueError(
-                "`use_local=True` does not work through a Ray Client connection: this process is not in the cluster."
+                "`use_local=True` does not work through a Ray Client connection, because this process is not in the "
+                "cluster. Omit it."
             )
         if torch.cuda.is_available() and _once.is_first("use_local"):
             logger.warning(
@@ -86,7 +87,7 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
     kind = call_data.kind_of(dataset)
     if global_option and kind in ("ray", "shards"):
         raise ValueError(
-            f"`train(dataset=...)` got `{type(dataset).__name__}`, which {global_option} cannot divide by "
+            f"`train(dataset=...)` got `{type(dataset).__name__}`, which {global_option} cannot shard by "
             "samples: pass arrays, a map-style dataset, or a `DataLoader` over one."
         )
     if kind == "ray" and steps_apart:
@@ -109,7 +110,7 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
         return available
     refuse_text(use_gpu=use_gpu)
     if not use_gpu and available:
-        logger.info("GPUs are there, but `use_gpu` is off: pass `use_gpu=True` to train on them")
+        logger.info("GPUs are available, but `use_gpu` is off: pass `use_gpu=True` to train on them")
     return bool(use_gpu)
 
 
@@ -117,7 +118,7 @@ def warn_of_unused_gpus(use_gpu: bool | str) -> None:
     """Warn if "auto" uses no GPUs because the driver has none, although the cluster's nodes have some."""
     if use_gpu == "auto" and not torch.cuda.is_available() and (found := num_gpus()):
         logger.warning(
-            'the nodes have %g GPUs, and training runs on CPUs: `use_gpu="auto"` goes by the driver, which has none. '
+            'the nodes have %g GPUs, but training runs on CPUs, because `use_gpu="auto"` checks only the driver. '
             "Pass `use_gpu=True` to train on the GPUs",
             found,
         )
@@ -131,7 +132,7 @@ def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> 
         or (num_gpus_per_worker > 1 and num_gpus_per_worker % 1)
     ):
         raise ValueError(
-            f"`num_gpus_per_worker={num_gpus_per_worker!r}`: need a whole number of GPUs, or a part of one between 0 "
+            f"`num_gpus_per_worker={num_gpus_per_worker!r}`: need a whole number of GPUs, or a fraction between 0 "
             "and 1. To train without GPUs pass `use_gpu=False`."
         )
     if num_gpus_per_worker < 1 and backend == "nccl" and num_workers > 1:
@@ -160,7 +161,7 @@ def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
         )
     if strategy == "fsdp":
         raise ValueError(
-            '`strategy="fsdp"` does not work with `backend="horovod"`, which keeps whole models: use `backend="gloo"` '
+            '`strategy="fsdp"` does not work with `backend="horovod"`, which cannot shard models: use `backend="gloo"` '
             'or "nccl".'
         )
     if use_gpu and not (hvd.cuda_built() or hvd.rocm_built()):
@@ -226,8 +227,8 @@ def resolve_strategy(strategy: str | None, wrap_ddp: bool) -> str:
 
 _OTHER_FSDP = {
     "state_dict_type": "A whole state is put together only where you ask for it: `save(path, whole=True)`.",
-    "sharding_strategy": 'Models are divided: pass `reshard_after_forward`, or `strategy="ddp"` for whole models.',
-    "sync_module_states": "Leave it out: all workers take the weights of rank 0 while `register` divides the model.",
+    "sharding_strategy": 'Models are sharded: pass `reshard_after_forward`, or `strategy="ddp"` for whole models.',
+    "sync_module_states": "Leave it out: all workers take the weights of rank 0 while `register` shards the model.",
     "use_orig_params": "Leave it out: parameters keep their names and shapes.",
     "param_init_fn": "Initialize the model in `setup`, where it is whole.",
     "auto_wrap_policy": "Pass `min_block_parameters`.",
@@ -256,7 +257,7 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
     smallest = options.min_block_parameters
     if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 1:
         raise ValueError(
-            f"`strategy_options={{'min_block_parameters': {smallest!r}}}`: need a number of parameters, 1 or more."
+            f"`strategy_options={{'min_block_parameters': {smallest!r}}}`: need a count of parameters, 1 or more."
         )
     if not isinstance(options.reshard_after_forward, bool):
         raise ValueError(
@@ -269,7 +270,7 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
 def check_global_batches(settings: TorchSettings) -> None:
     """Reject global batches if data would not be sharded by samples, or gradients not weighted by sample counts."""
     strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
-    way_out = 'it divides data that `strategy="ddp"` on gloo or NCCL trains on. Use that, or omit it'
+    way_out = 'it needs `strategy="ddp"` on gloo or NCCL. Use that, or omit it'
     settings.batch_options.refuse_with(
         [
             (settings.use_horovod, '`backend="horovod"`', way_out),
@@ -277,12 +278,12 @@ def check_global_batches(settings: TorchSettings) -> None:
             (
                 not settings.add_dist_sampler,
                 "`add_dist_sampler=False`",
-                "the library has to divide the data. Omit one of the two",
+                "the library has to shard the data. Omit one of the two",
             ),
             (
                 is_deterministic and settings.step_options.accumulate_grad_batches > 1,
                 f"`accumulate_grad_batches={settings.step_options.accumulate_grad_batches}`",
-                "make the global batch as many times larger, and pass `micro_batch_size`",
+                "multiply the global batch size by this number, and pass `micro_batch_size`",
             ),
             (
                 is_deterministic and choose_precision(settings.use_fp16, settings.precision) == "apex",
@@ -320,7 +321,7 @@ def check_combination(settings: TorchSettings) -> None:
         (
             precision == "apex" and not settings.use_gpu,
             "Apex without GPUs",
-            'it has no other kernels. Pass `use_gpu=True`, or `precision="bf16"`',
+            'Apex has GPU kernels only. Pass `use_gpu=True`, or `precision="bf16"`',
         ),
         (
             precision == "apex" and step.compile is not False,
@@ -410,7 +411,7 @@ def take_others(given: dict[str, Any]) -> Any:
     serialize_data_creation = given.pop("serialize_data_creation", None)
     if serialize_data_creation is True:
         logger.warning(
-            "`serialize_data_creation` of the trainer has no effect; `TrainingOperator.from_creators` has it"
+            "`serialize_data_creation` of the trainer has no effect. Pass it to `TrainingOperator.from_creators`"
         )
     _take(given, "train_function", "override `train_epoch(self, iterator, info)` of a `TrainingOperator`")
     _take(given, "validation_function", "override `validate(self, val_iterator, info)` of a `TrainingOperator`")

@@ -24,9 +24,9 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
     counts = [answer.num_steps for answer in answers]
     if len(set(counts)) > 1:
         raise UnevenStepsError(
-            f"The workers drew {counts} batches: replicas that exchange gradients must take the same number of "
-            'steps. Let `train_epoch` draw the same number on all ranks, or pass `strategy="none"` and keep '
-            "them equal yourself."
+            f"The workers drew {counts} batches, but replicas that exchange gradients must take the same number of "
+            'steps. Let `train_epoch` draw the same number of batches on all ranks, or pass `strategy="none"` and keep '
+            "the replicas in sync yourself."
         )
     if words := difference(dict(enumerate(answers))):
         raise UnevenStepsError(words)
@@ -39,6 +39,6 @@ def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | 
     if num_steps != 0 and counts == {0}:
         logger.warning(
             "the %s data has no batches: it is empty, or `drop_last` removed its only batch, or it is an iterator "
-            "that was used up already",
+            "that was already exhausted",
             name,
         )

@@ -74,9 +74,9 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
     for name in names:
         if name not in PARTS:
             guess = checks.did_you_mean(str(name), PARTS)
-            raise ValueError(f"`parts` has {name!r}.{guess} There are {', '.join(f'`{each}`' for each in PARTS)}.")
+            raise ValueError(f"`parts` has {name!r}.{guess} Available: {', '.join(f'`{each}`' for each in PARTS)}.")
     if not names:
-        raise ValueError("`parts=()`: name at least one part, or leave it out to load all of them.")
+        raise ValueError("`parts=()`: name at least one part, or omit `parts` to load all of them.")
     return tuple(name for name in PARTS if name in names)
 
 
@@ -144,7 +144,7 @@ def _taken(part: str, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _part(saved: Mapping[str, Any], part: str) -> Any:
     if part not in saved:
-        raise KeyError(f"The file has no {part!r}; it has {sorted(map(str, saved))}. Nothing was loaded.")
+        raise KeyError(f"The file has no {part!r}, so nothing was loaded. Available: {sorted(map(str, saved))}.")
     return saved[part]
 
 

@@ -263,8 +263,8 @@ class StepLoop(Loop):
     def _logical_shards(self, num_shards: int, window: int) -> LogicalShards:
         if window > 1:
             raise ValueError(
-                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: make the global batch as "
-                "many times larger, and pass `micro_batch_size`."
+                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: multiply the global "
+                "batch size by this number, and pass `micro_batch_size`."
             )
         internals = self._operator._raysgd
         return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
@@ -330,9 +330,9 @@ def make_undo(
         made.switch_off()
         if world.local_rank == 0:
             logger.warning(
-                "copies of what a batch may change would take %s, which is too much: none are taken, so a worker that "
-                "is lost in the middle of a batch restarts the call from the snapshot. `Recovery(undo=False)` chooses "
-                "that without this warning",
+                "copies of the state that a batch may change would need %s. This is too much, so no copies are made. "
+                "If a worker is lost in the middle of a batch, the call restarts from the snapshot. "
+                "`Recovery(undo=False)` chooses this without the warning",
                 lack,
             )
     return made

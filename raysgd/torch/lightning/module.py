@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 PER_BATCH = ("step", "batch")  # intervals of schedulers; "batch" is raysgd's name for "step"
 PER_EPOCH = ("epoch",)
 NEVER_CALLED = {
-    "on_train_end": "nothing tells that a training has ended: call what it does in your program",
-    "on_fit_end": "nothing tells that a training has ended: call what it does in your program",
-    "teardown": "nothing tells that a training has ended: call what it does in your program",
-    "on_validation_model_train": "each part of the model is put back into its mode before the next training",
+    "on_train_end": "the library does not know when training has ended. Call the code of this hook in your program",
+    "on_fit_end": "the library does not know when training has ended. Call the code of this hook in your program",
+    "teardown": "the library does not know when training has ended. Call the code of this hook in your program",
+    "on_validation_model_train": "the mode of each part of the model is restored before the next training",
     "configure_callbacks": "Lightning's callbacks are not supported: use callbacks of `trainer.fit`",
-    "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to divide a model",
+    "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to shard a model",
 }
 """Training hooks that are never called, with advice. A module that overrides one of them gets a warning.
 
@@ -170,11 +170,11 @@ class TrainerStandIn(SimpleNamespace):
     def __getattr__(self, name: str) -> Any:
         if name in _LENGTHS:
             raise AttributeError(
-                f"no `{name}`: your program says how long it trains. Pass the number yourself, as in `TorchTrainer("
-                "config={'total_steps': 1000}, ...)`, and use it in `configure_optimizers`."
+                f"no `{name}`: only your program knows how long it trains. Pass the number yourself, as in "
+                "`TorchTrainer(config={'total_steps': 1000}, ...)`, and use it in `configure_optimizers`."
             )
         known = ", ".join(sorted(each for each in vars(self) if not each.startswith("_")))
-        raise AttributeError(f"no `{name}`: a `LightningOperator` has no Lightning `Trainer`, only its {known}.")
+        raise AttributeError(f"no `{name}`: a `LightningOperator` has no Lightning `Trainer`. Available: {known}.")
 
 
 class _NoLogger:
@@ -280,7 +280,7 @@ def optimizers_and_schedulers(returned: Any) -> tuple[list[Any], list[dict[str, 
         ValueError: The dict of a scheduler is invalid.
     """
     if returned is None:
-        logger.warning("`configure_optimizers` returned nothing: this trains without an optimizer")
+        logger.warning("`configure_optimizers` returned nothing, so training runs without an optimizer")
         return [], []
     parts = list(returned) if isinstance(returned, list | tuple) else [returned]
     if all(_is_optimizer(part) for part in parts):
@@ -303,7 +303,7 @@ def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
     if not hasattr(scheduler, "step"):
         raise ValueError(f'`{given!r}` in what `configure_optimizers` returned: need a scheduler under "scheduler".')
     if part.get("frequency", 1) != 1:
-        logger.warning('"frequency" of an optimizer has no effect; a scheduler may have one')
+        logger.warning('"frequency" of an optimizer has no effect. Only a scheduler may have a "frequency"')
     entry = {
         "interval": "epoch",
         "frequency": 1,

@@ -70,8 +70,8 @@ def checkpoint_activations(model: torch.nn.Module) -> int:
         block.forward = partial(_recomputed, block.forward)
     if not blocks:
         logger.warning(
-            "`activation_checkpointing=True` changes nothing: `%s` has no element of a `ModuleList` or `Sequential` "
-            "without batch norm",
+            "`activation_checkpointing=True` has no effect, because no element of a `ModuleList` or `Sequential` in "
+            "`%s` is free of batch norm",
             type(model).__name__,
         )
     return len(blocks)

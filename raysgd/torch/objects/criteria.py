@@ -152,9 +152,10 @@ def refuse_sum(criterion: Any) -> None:
     """Reject a criterion with `reduction="sum"`, because the default step averages over workers and batches."""
     if _settings(criterion)[1] == "sum":
         raise ValueError(
-            'the registered criterion has `reduction="sum"`, and gradients are the mean over the batches of a step, so '
-            'training would depend on how many these are. Use `reduction="mean"`, or override `forward` and return '
-            "`output, loss / len(target)`. A learning rate for sums has to be larger then, by the size of a batch."
+            'the registered criterion has `reduction="sum"`, but gradients are averaged over the batches of a step, so '
+            'training would depend on the number of these batches. Use `reduction="mean"`, or override `forward` and '
+            "return `output, loss / len(target)`. Then multiply a learning rate that was chosen for sums by the size "
+            "of a batch."
         )
 
 
@@ -274,10 +275,10 @@ def known(found: Accuracy | None, once: Once, *, says_so: bool) -> Accuracy:
         return found
     if once.is_first("accuracy") and says_so:
         logger.warning(
-            "`val_accuracy` is NaN: the shapes of outputs and targets do not tell where the classes are, or what "
-            "one number per sample means, or which labels are ignored. Use a loss of PyTorch as `self.criterion`, such "
-            "as `CrossEntropyLoss` (classes in dimension 1) or `BCEWithLogitsLoss`, or override `validate_batch` and "
-            "return it yourself"
+            "`val_accuracy` is NaN: the shapes of outputs and targets do not show which dimension holds the classes, "
+            "what one number per sample means, or which labels are ignored. Use a PyTorch loss as `self.criterion`, "
+            "such as `CrossEntropyLoss` (classes in dimension 1) or `BCEWithLogitsLoss`, or override `validate_batch` "
+            "and return `val_accuracy` yourself"
         )
     return Accuracy()
 

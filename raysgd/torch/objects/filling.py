@@ -95,9 +95,9 @@ def _reset(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
     if missed:
         kind = type(module).__name__
         raise InvalidRegistrationError(
-            f"`register(models=...)` got a model on the meta device, and nothing gives numbers to "
-            f"{', '.join(f'`{name}`' for name in missed)} of its `{kind}`: "
-            f"{'it has no' if reset is None else 'that is not done by its'} `reset_parameters`. Give `{kind}` a method "
+            f"`register(models=...)` got a model on the meta device, but "
+            f"{', '.join(f'`{name}`' for name in missed)} of its `{kind}` would stay uninitialized, because `{kind}` "
+            f"{'has no' if reset is None else 'does not set that in its'} `reset_parameters`. Give `{kind}` a method "
             "of this name that sets all its own parameters and buffers, or make it outside of `torch.device('meta')`."
         )
 

@@ -89,7 +89,7 @@ def follow(chosen: Sequence[Hyperparameters], rate: Any, before: Any) -> list[Hy
     usable = rate if is_number else before
     new: list[Hyperparameters] = [[_followed(group, usable, before) for group in groups] for groups in chosen]
     if any(map(any, new)) and not is_number:
-        raise ValueError(f"`lr={rate!r}`: need a finite number from 0 on.")
+        raise ValueError(f"`lr={rate!r}`: need a finite number, 0 or more.")
     return new
 
 
@@ -146,8 +146,9 @@ def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
     if new is not None and _RATE in group:
         if not first and new:
             raise ValueError(
-                f"`lr={new!r}`: the schedule began at {first!r}, so the place in it is not known. Begin above 0, and "
-                "load states of optimizers that had a scheduler."
+                f"`lr={new!r}`: the initial learning rate of the schedule is {first!r}, so the position in the "
+                "schedule is not known. Start the schedule above 0, and load only states of optimizers that had a "
+                "scheduler."
             )
         moved[_RATE] = group[_RATE] if new == first else group[_RATE] * (new / first)
     if "max_momentum" in group:
@@ -165,8 +166,8 @@ def _following(schedulers: Iterable[Any], changed: Sequence[Mapping[str, Any]]) 
             following += _with_inner(scheduler)
     if any(_FIRST_RATE in group and id(group) not in scheduled for group in changed):
         raise ValueError(
-            "A new learning rate, and a scheduler that is not registered: it would set its own ones again. Pass it to "
-            "`register(schedulers=...)`."
+            "The learning rate cannot be changed, because a scheduler is not registered and would overwrite the new "
+            "value. Pass the scheduler to `register(schedulers=...)`."
         )
     for each in following:
         _check_multiplies(each)
@@ -178,9 +179,9 @@ def _check_multiplies(scheduler: Any) -> None:
     own = [name for name in _OWN_RATES if getattr(scheduler, name, 0) not in none]
     if own or type(scheduler).__module__ != LRScheduler.__module__:
         raise ValueError(
-            f"A new learning rate, and `{type(scheduler).__name__}`, which has rates of its own"
-            f"{f' (`{own[0]}`)' if own else ''}: whether these follow is not known. Use a `LambdaLR`, which multiplies "
-            "the first rate. For `update_config`, you can also override `config_changed(self, config, changed)`: set "
+            f"The learning rate cannot be changed, because `{type(scheduler).__name__}` may have rates of its own"
+            f"{f' (`{own[0]}`)' if own else ''} that do not follow. Use a `LambdaLR`, which multiplies the initial "
+            "rate. For `update_config`, you can also override `config_changed(self, config, changed)`: set "
             "the rates of optimizer and scheduler there, without `super().config_changed`."
         )
 

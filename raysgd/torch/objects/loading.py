@@ -137,8 +137,8 @@ def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = 
     ]
     if missing or extra or shapes:
         raise ValueError(
-            "The state of a model does not fit the registered model, nothing was loaded. "
-            f"Missing: {missing or 'nothing'}; unknown: {extra or 'nothing'}; shapes: {shapes or 'all fit'}."
+            "The state of a model does not match the registered model, so nothing was loaded. "
+            f"Missing: {missing or 'nothing'}; unknown: {extra or 'nothing'}; shapes: {shapes or 'all match'}."
         )
     _check_versions(getattr(saved, "_metadata", None))
 
@@ -183,8 +183,9 @@ def check_optimizer(optimizer: Any, saved: Any) -> None:
     sizes, saved_sizes = ([len(group["params"]) for group in one] for one in (groups, saved_groups))
     if sizes != saved_sizes:
         raise ValueError(
-            f"The state of an optimizer does not fit, nothing was loaded: its groups have {saved_sizes} "
-            f"parameters, the registered optimizer's {sizes}. Give it the same groups in `setup`."
+            f"The state of an optimizer does not match, so nothing was loaded. Its groups have {saved_sizes} "
+            f"parameters, but those of the registered optimizer have {sizes}. Register an optimizer with the same "
+            "groups in `setup`."
         )
     for group, saved_group in zip(groups, saved_groups, strict=True):
         _check_settings(optimizer, group, saved_group)
@@ -202,8 +203,8 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
     }  # other settings depend on the version of PyTorch, which adds missing settings
     if missing := sorted(needed - saved.keys()):
         raise ValueError(
-            "The state of an optimizer does not fit, nothing was loaded: it belongs to another kind of optimizer, "
-            f"without {', '.join(missing)}, which `{type(optimizer).__name__}` needs."
+            "The state of an optimizer does not match, so nothing was loaded. It belongs to another kind of optimizer, "
+            f"because it lacks {', '.join(missing)}, which `{type(optimizer).__name__}` needs."
         )
     rest = {name: value for name, value in own.items() if name != "params"}
     _check_kinds({**rest, **getattr(optimizer, "defaults", {})}, saved, "the optimizer's")
@@ -233,7 +234,8 @@ def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
     except Exception as error:  # the content of a file may break anything
         raise ValueError(
-            f"The state does not fit, nothing was loaded: `{type(optimizer).__name__}` cannot load it ({error!r:.200})."
+            "The state of an optimizer does not match, so nothing was loaded: "
+            f"`{type(optimizer).__name__}` cannot load this state ({error!r:.200})."
         ) from error
 
 
@@ -260,8 +262,9 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
     strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
     if strangers or len(states) != len(schedulers):
         raise ValueError(
-            f"The state of the schedulers does not fit, nothing was loaded: {len(schedulers)} are registered, and it "
-            f"holds {len(states)}{f', of them a `{strangers[0]}`, which is not a state' if strangers else ''}."
+            f"The state of the schedulers does not match, so nothing was loaded: {len(schedulers)} are registered, but "
+            f"the state holds {len(states)}"
+            f"{f', including a `{strangers[0]}`, which is not the state of a scheduler' if strangers else ''}."
         )
     for scheduler, saved in zip(schedulers, states, strict=True):
         own = scheduler.state_dict()
@@ -287,8 +290,8 @@ def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -
     for name, value in own.items():
         if name in saved and not _is_of_kind(value, saved[name]):
             raise ValueError(
-                f"The state does not fit, nothing was loaded: {whose} {name!r} is a `{type(saved[name]).__name__}` "
-                f"instead of a `{type(value).__name__}`."
+                f"The state does not match, so nothing was loaded: {whose} {name!r} is a "
+                f"`{type(saved[name]).__name__}` instead of a `{type(value).__name__}`."
             )
 
 

@@ -260,8 +260,8 @@ def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
             if short:
                 bits = torch.finfo(short[0].dtype)
                 logger.warning(
-                    "`%s` trains %d parameters in %s with `%s`, which rounds each update to that format: one that is "
-                    "smaller than 1/%d of its weight changes nothing. Train in fp32: load the model with "
+                    "`%s` trains %d parameters in %s with `%s`, which rounds each update to that format, so an update "
+                    "smaller than 1/%d of its weight is lost. Train in fp32: load the model with "
                     "`from_pretrained(..., dtype=torch.float32)`, or call `model.float()` before you make the "
                     'optimizer. `TorchTrainer(precision="bf16")` then computes in bf16',
                     owner,

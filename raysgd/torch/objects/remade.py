@@ -169,8 +169,8 @@ class RemadeParameters:
                     raise ValueError(
                         f"{self._named(index, name)} has changed since `setup` although it is frozen. With "
                         f"`remakes_frozen = True` in `{self._by}`, no checkpoint and no new worker would have its new "
-                        "numbers. Remove `remakes_frozen`; or keep what moves without gradients, such as a momentum "
-                        "encoder, in buffers; or call `self.rewrap()` after you unfreeze parameters."
+                        "values. Remove `remakes_frozen`, or keep tensors that change without gradients, such as a "
+                        "momentum encoder, in buffers, or call `self.rewrap()` after you unfreeze parameters."
                     )
 
     def follow_trained(self) -> None:
@@ -221,16 +221,16 @@ class RemadeParameters:
         for name in (name for name in theirs if name in missing):
             if name not in made:
                 raise ValueError(
-                    f"The state does not fit, nothing was loaded: it leaves out {self._named(index, name)}, which "
-                    f"was frozen where it was saved, and `{self._by}.setup` leaves it trainable or does not make it. "
-                    f"Freeze in `setup` what `{_maker_in(record)}.setup` freezes, or save with "
-                    "`save(path, frozen=True)`."
+                    f"The state does not match, so nothing was loaded. It omits {self._named(index, name)}, because "
+                    f"this parameter was frozen when the state was saved, but `{self._by}.setup` does not freeze or "
+                    f"does not create it. Freeze the same parameters in `setup` as `{_maker_in(record)}.setup` does, "
+                    "or save with `save(path, frozen=True)`."
                 )
             self._check_alike(index, name, theirs[name], made[name].digest)
             if made[name].parameter.requires_grad and made[name].original is None:
                 raise ValueError(
-                    f"The state does not fit, nothing was loaded: it leaves out {self._named(index, name)}, which was "
-                    "trained here since, and its first numbers are gone. Load it into a new trainer."
+                    f"The state does not match, so nothing was loaded. It omits {self._named(index, name)}, which this "
+                    "trainer has trained, so its original values are gone. Load the state into a new trainer."
                 )
         repeated = {name for name in made if name in saved and (found is None or name in theirs)}
         repeated &= self._left_out[index]
@@ -244,13 +244,13 @@ class RemadeParameters:
             return
         (their_kind, _, _), (own_kind, _, _) = str(theirs).rpartition(" "), own.rpartition(" ")
         if their_kind != own_kind:
-            finding = f"is {their_kind} in the state, and {own_kind} here"
+            finding = f"is {their_kind} in the state and {own_kind} in this trainer"
         else:
-            finding = "has other numbers in the state than here"
+            finding = "has other values in the state than in this trainer"
         raise ValueError(
-            f"The state does not fit, nothing was loaded: {self._named(index, name)} is frozen, is made by "
-            f"`{self._by}.setup` (`remakes_frozen`), and {finding}. Let `setup` make it from the same files, with the "
-            "same dtype, on every worker and in every run."
+            f"The state does not match, so nothing was loaded. {self._named(index, name)} is frozen and created by "
+            f"`{self._by}.setup` (`remakes_frozen`), but it {finding}. Let `setup` create it from the same files, with "
+            "the same dtype, on every worker and in every run."
         )
 
     def begin_loading(self, index: int, left_out: Collection[str]) -> None:
@@ -280,8 +280,8 @@ class RemadeParameters:
         num_ranks, total, squares, *sums = sum_over_ranks(1, count, count * count, *_pieces("\n".join(digests)))
         if num_ranks * squares != total * total:
             raise ValueError(
-                f"`{self._by}.setup` freezes {count} parameters on this worker, and another number of them on others. "
-                "With `remakes_frozen = True`, it has to make the same model on every worker."
+                f"`{self._by}.setup` freezes {count} parameters on this worker, but another number of them on other "
+                "workers. With `remakes_frozen = True`, `setup` must create the same model on every worker."
             )
         if _are_alike(num_ranks, sums):
             return
@@ -291,8 +291,8 @@ class RemadeParameters:
             if not _are_alike(num_ranks, per_parameter[place * size : (place + 1) * size]):
                 raise ValueError(
                     f"{self._named(index, name)} is not the same on all workers. With `remakes_frozen = True`, "
-                    f"`{self._by}.setup` has to make what is frozen alike on every worker: load it from a file, or "
-                    "pass `TorchTrainer(seed=...)`."
+                    f"`{self._by}.setup` must create the same frozen parameters on every worker: load them from a "
+                    "file, or pass `TorchTrainer(seed=...)`."
                 )
 
 
@@ -309,9 +309,9 @@ def refuse_left_out(record: Any, operator_cls: type) -> None:
     for index in range(len(parts_of(record))):
         for name in _digests_in(record, index) or ():
             raise ValueError(
-                f"The state does not fit, nothing was loaded: it leaves out frozen parameters that "
-                f"`{_maker_in(record)}.setup` makes again, such as `{name}`. Write `remakes_frozen = True` in "
-                f"`{operator_cls.__name__}`, whose `setup` has to make them too, or save with "
+                f"The state does not match, so nothing was loaded. It omits frozen parameters that "
+                f"`{_maker_in(record)}.setup` creates again, such as `{name}`. Write `remakes_frozen = True` in "
+                f"`{operator_cls.__name__}`, whose `setup` must create them too, or save with "
                 "`save(path, frozen=True)`."
             )
 

@@ -130,8 +130,8 @@ def _checked(state: Any) -> list[Any]:
         ]
     except (RuntimeError, TypeError, ValueError, IndexError, struct.error) as error:
         raise ValueError(
-            "`restore(state)`: `state` does not fit this process's random number generators: it is damaged, "
-            f"or comes from a version of torch, Python or numpy that keeps them differently ({error})."
+            "`restore(state)`: `state` does not match this process's random number generators. It is damaged, "
+            f"or comes from a version of torch, Python or numpy that stores them differently ({error})."
         ) from error
 
 

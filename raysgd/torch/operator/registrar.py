@@ -57,8 +57,8 @@ def _check_parameters(optimizer: Any) -> None:
     groups = getattr(optimizer, "param_groups", None)
     if isinstance(groups, list) and not any(group["params"] for group in groups):
         raise InvalidRegistrationError(
-            f"`register(optimizers=...)` got a `{type(optimizer).__name__}` without parameters, which trains nothing: "
-            "make it with `model.parameters()` of a model that has some."
+            f"`register(optimizers=...)` got a `{type(optimizer).__name__}` without parameters, so it would train "
+            "nothing. Create it with `model.parameters()` of a model that has parameters."
         )
 
 
@@ -94,13 +94,13 @@ def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
         inner = inner.dataset
     if isinstance(inner, TensorDataset):
         raise InvalidRegistrationError(
-            f"`register_data({name}=...)` got a `{type(given).__name__}`, whose samples would be batches of one: wrap "
-            f"it in a loader, `{name}=DataLoader(dataset, batch_size=32, shuffle=True)`."
+            f"`register_data({name}=...)` got a `{type(given).__name__}`, so each of its samples would be used as a "
+            f"batch. Wrap it in a loader: `{name}=DataLoader(dataset, batch_size=32, shuffle=True)`."
         )
     if warn and isinstance(given, Dataset) and not isinstance(given, IterableDataset):
         logger.warning(
-            "`register_data(%s=...)` got a `%s`, and each worker takes all its items as batches. If they are samples, "
-            "wrap it in a loader: `%s=DataLoader(dataset, batch_size=32, shuffle=True)`",
+            "`register_data(%s=...)` got a `%s`, so each worker uses each of its items as a batch. If the items "
+            "are samples, wrap the object in a loader: `%s=DataLoader(dataset, batch_size=32, shuffle=True)`",
             name,
             type(given).__name__,
             name,
@@ -320,17 +320,21 @@ def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequen
     if not found:
         return
     words = (
-        "`register(optimizers=...)` got an optimizer of parameters that belong to no registered model and not to "
-        f"the criterion: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}."
+        "`register(optimizers=...)` got an optimizer with parameters that belong neither to a registered model nor "
+        f"to the criterion: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}."
     )
     way_out = (
-        "Make them part of a model or of the criterion (`model.scale = torch.nn.Parameter(...)`), or pass the "
-        "module that holds them in `models`, too."
+        "Make these parameters part of a model or of the criterion (`model.scale = torch.nn.Parameter(...)`), or also "
+        "pass the module that holds them in `models`."
     )
     if is_distributed:
-        harm = "Their gradients would not be averaged over the workers, and nothing would save them."
+        harm = "Their gradients would not be averaged over the workers, and no checkpoint would contain them."
         raise InvalidRegistrationError(f"{words} {harm} {way_out}")
-    logger.warning("%s Nothing saves them, and with several workers they are refused. %s", words, way_out)
+    logger.warning(
+        "%s Training continues, but no checkpoint contains them, and several workers would refuse them. %s",
+        words,
+        way_out,
+    )
 
 
 def register_data(
@@ -383,7 +387,7 @@ def _divided(
     data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=pins, rule=rule)
     if isinstance(data, UndividedLoader) and data.warn and world.is_distributed and world.rank == 0:
         logger.warning(
-            "the %s loader is not divided over the workers (%s): each worker reads all of it",
+            "the %s loader is not sharded over the workers (%s), so each worker reads all of its data",
             "train" if training else "validation",
             data.reason,
         )
@@ -410,7 +414,7 @@ def _of_ray(context: OperatorContext, batches: RayBatches, make_batch: Convert, 
         )
     sized = batches.sized(settings.config_for(world.size))
     loader = RayLoader(sized, world if is_shared else World(0, 1), make_batch)
-    return UndividedLoader(loader, "Ray Data divides it, and keeps no position", warn=False)
+    return UndividedLoader(loader, "Ray Data shards it, and stores no position", warn=False)
 
 
 def _warn_of_models_left_out(prepared: Sequence[torch.nn.Module], before: Sequence[torch.nn.Module]) -> None:

@@ -73,7 +73,7 @@ def register(
     # A user's `process_group` would be invalid after a failure, when all ranks join a new group.
     if options.get("process_group") is not None or model.process_group is not dist.group.WORLD:
         raise ValueError(
-            "A model is wrapped with a `process_group`, and gradients are averaged over all workers: omit it. To "
+            "A model is wrapped with a `process_group`, but gradients are averaged over all workers: omit it. To "
             'average over other groups, pass `TorchTrainer(strategy="none")` and wrap the model yourself.'
         )
     hook = options.get(COMM_HOOK)
@@ -88,8 +88,8 @@ def register(
         model.register_comm_hook(given, _exchange)
     except RuntimeError as error:
         raise ValueError(
-            "a model has a communication hook that you registered with `register_comm_hook`, which keeps "
-            "gradients from being weighted by samples: pass it to `register`, as in "
+            "a model has a communication hook that you registered with `register_comm_hook`, so its "
+            "gradients cannot be weighted by samples. Pass the hook to `register`, as in "
             '`ddp_args={"comm_hook": (state, hook)}`.'
         ) from error
     return True
@@ -98,7 +98,7 @@ def register(
 def obstacle(options: dict[str, Any]) -> str | None:
     """Return why a model's communication hook cannot be moved to a new wrapper; None if it can."""
     if _has_state(options.get(COMM_HOOK)):
-        return "a communication hook in `ddp_args` has a state, which is another one on each worker"
+        return "a communication hook in `ddp_args` has a state that differs between workers"
     return None
 
 

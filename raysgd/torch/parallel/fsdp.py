@@ -340,9 +340,9 @@ def _check_dtypes(unit: torch.nn.Module) -> None:
     if len(dtypes) > 1:
         found = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
         raise ValueError(
-            f'`strategy="fsdp"` gathers the parameters of `{type(unit).__name__}` together, and those that it trains '
-            f"are of {found}: cast them to one dtype, as with `.float()`, before you make the optimizer. What is "
-            "frozen may stay in another one."
+            f'`strategy="fsdp"` gathers the parameters of `{type(unit).__name__}` together, but its trainable '
+            f"parameters have several dtypes ({found}). Cast them to one dtype, as with `.float()`, before you create "
+            "the optimizer. Frozen parameters may keep another dtype."
         )
 
 

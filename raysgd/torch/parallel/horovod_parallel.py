@@ -112,8 +112,8 @@ class HorovodParallel(HorovodByHand):
             wrapped = self._hvd.DistributedOptimizer(plain, named_parameters=names, compression=self)
         except TypeError as error:
             raise InvalidRegistrationError(
-                f"Horovod makes `{type(plain).__name__}` again from its parameter groups alone, which failed: {error}. "
-                "Give the other arguments of its constructor default values."
+                f"Horovod creates `{type(plain).__name__}` again from its parameter groups alone, and this failed: "
+                f"{error}. Give the other arguments of its constructor default values."
             ) from error
         require_names(wrapped, "_handles")
         wrapped.defaults, wrapped.state = plain.defaults, plain.state
@@ -141,9 +141,9 @@ class HorovodParallel(HorovodByHand):
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         if self.synchronizes and any(not self._averaged.issuperset(_trained_by(each)) for _, each in self._pairs):
             raise ValueError(
-                "Parameters were unfrozen (`requires_grad=True`) since `register`, and Horovod averages the gradients "
-                "of those alone that an optimizer had then: register them unfrozen, in a group with a learning rate "
-                'of 0 until they are needed, or use `backend="gloo"` or "nccl".'
+                "Parameters were unfrozen (`requires_grad=True`) since `register`, but Horovod averages only the "
+                "gradients of parameters that were trainable then. Register them unfrozen, in a group with a learning "
+                'rate of 0 until they are needed, or use `backend="gloo"` or "nccl".'
             )
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
@@ -210,8 +210,8 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
 
     def add_param_group(self: Any, param_group: Any) -> None:
         raise RuntimeError(
-            "Horovod averages the gradients of the parameters that an optimizer had when it was registered, so no "
-            "group can be added now: add it before `register`, with a learning rate of 0 until it is needed."
+            "Horovod averages only the gradients of parameters that an optimizer had when it was registered, so no "
+            "group can be added now. Add it before `register`, with a learning rate of 0 until it is needed."
         )
 
     step.hooked = True  # type: ignore[attr-defined]  # without it, PyTorch would add its hooks again
@@ -232,8 +232,8 @@ def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
 
     def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
         raise RuntimeError(
-            "This optimizer was passed to `register`, which returned another one for the same parameters, whose "
-            "gradients are averaged over the workers. Step that one."
+            "This optimizer was passed to `register`, which returned another optimizer that averages the gradients of "
+            "the same parameters over the workers. Step the returned optimizer."
         )
 
     share(wrapped)

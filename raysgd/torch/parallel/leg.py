@@ -168,13 +168,13 @@ class Leg:
         if self.window > 1:
             return ValueError(
                 f"`{self.option}`: `self.backward` was not called for the batch that was drawn before this one. Call "
-                "`self.backward(loss)` and `self.optimizer_step()` for each batch, with `0 * loss` to leave one out; "
+                "`self.backward(loss)` and `self.optimizer_step()` for each batch, with `0 * loss` to skip one; "
                 "to accumulate yourself, omit the option."
             )
         return RuntimeError(
-            f"A batch with weight {weight:g} was drawn while one with weight {self.batch.weight:g} waits for "
-            "its backward pass, and would count as that one. Draw one batch, train on it, then draw the next; to "
-            "leave one out, call `self.skip_batch()`; to draw ahead, pass `drop_last=True` to the loader."
+            f"A batch with weight {weight:g} was drawn while a batch with weight {self.batch.weight:g} waits for "
+            "its backward pass, so the next loss would get the wrong weight. Draw one batch, train on it, then draw "
+            "the next. To skip a batch, call `self.skip_batch()`. To draw ahead, pass `drop_last=True` to the loader."
         )
 
     def end_stream(self) -> None:
@@ -216,9 +216,9 @@ class Leg:
         """
         if self.batch.is_waiting and self.window > 1:
             raise ValueError(
-                f"`{self.option}`: a batch is left out, for which `self.backward` was not called. Call "
+                f"`{self.option}`: a batch was skipped, but `self.backward` was not called for it. Call "
                 "`self.backward(loss)` and `self.optimizer_step()` for every batch (a `LightningModule` needs "
-                "automatic optimization); to leave one out, pass `0 * loss`. To compute gradients yourself, omit the "
+                "automatic optimization). To skip a batch, pass `0 * loss`. To compute gradients yourself, omit the "
                 "option."
             )
         self.end_waiting()
@@ -236,7 +236,8 @@ class Leg:
         if self.window > 1 and self.batch.was_asked_to_step:
             raise ValueError(
                 "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
-                f"`{self.option}` a batch is a part of one step: call each once for a batch, or omit the option."
+                f"`{self.option}` every batch belongs to one step: call each method once for a batch, or omit the "
+                "option."
             )
         batch, ids = self.batch, {*map(id, optimizers)}
         self.is_used = True

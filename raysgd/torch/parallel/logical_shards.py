@@ -80,8 +80,8 @@ class LogicalShards:
         if self._rows.shape != shape:
             if any(each.is_complex() for each in parameters):
                 raise ValueError(
-                    "`deterministic=True` does not work with complex parameters: omit it, or make real ones of their "
-                    "parts (`torch.view_as_real`)."
+                    "`deterministic=True` does not work with complex parameters: omit it, or store them as real "
+                    "parameters (`torch.view_as_real`)."
                 )
             self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
 
@@ -111,7 +111,7 @@ class LogicalShards:
         """
         if not self._is_summed:
             raise ValueError(
-                "`deterministic=True`: a step computed its gradients without the library, which therefore could not "
+                "`deterministic=True`: a step computed gradients without `self.backward`, so the library could not "
                 "add them up. Call `self.backward(loss)` once for each batch in `train_batch`."
             )
 

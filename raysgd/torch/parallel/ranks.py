@@ -49,8 +49,8 @@ class RankSums:
         """
         if not self.is_global:
             raise ValueError(
-                'With `strategy="none"` workers tell each other nothing, which a stream with a filter, or with shards '
-                "of unknown lengths, needs."
+                'With `strategy="none"` workers do not communicate, but a stream with a filter, or with shards of '
+                "unknown length, needs this. Omit `strategy`, or pass a stream without these."
             )
         start_sum = self.start_sum
 

@@ -161,10 +161,10 @@ class Strategy:
         for model in self._left_out:
             if trainable(model) and any(model is each for each in models):
                 raise ValueError(
-                    f"A model that had nothing to train when it was registered (`{type(model).__name__}`) has "
-                    "parameters with `requires_grad=True` now, whose gradients are not averaged over the workers. "
-                    "Freeze it after `register` instead of before: a model that is registered with something to train "
-                    "may be frozen and unfrozen later."
+                    f"A model without trainable parameters when it was registered (`{type(model).__name__}`) now has "
+                    "parameters with `requires_grad=True`, but their gradients are not averaged over the workers. "
+                    "Freeze the model after `register` instead of before. A model that is registered with trainable "
+                    "parameters may be frozen and unfrozen later."
                 )
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
@@ -174,7 +174,7 @@ class Strategy:
     @property
     def obstacle(self) -> str | None:
         """Reason why the models cannot continue in a new group; None if they can."""
-        return "the replicas are not kept equal by `DistributedDataParallel`"
+        return "the replicas are not kept in sync by `DistributedDataParallel`"
 
     def reform(self) -> None:
         """Connect the models to the new group. The model objects stay the same."""
@@ -348,8 +348,8 @@ def _check_shapes(tensors: Sequence[torch.Tensor]) -> None:
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if extremes.sum():
         raise ValueError(
-            f"The workers made different models: this one has a model of {len(shapes)} parameters and buffers with "
-            f"{sum(each.numel() for each in tensors):,} numbers. Make the same model on every worker."
+            f"The workers created different models. On this worker, a model has {len(shapes)} parameters and buffers "
+            f"with {sum(each.numel() for each in tensors):,} elements. Create the same model on every worker."
         )
 
 

@@ -28,7 +28,7 @@ _SINGLE = "Expected more than 1 value per channel when training"
 _MOST_NAMES = 5
 _WORDS = re.compile(r"[a-z]+")
 _FLOAT64 = (
-    "Double is float64, which NumPy makes, and models are Float, float32. Make the data float32: "
+    "Double is float64, the default of NumPy, but models use Float, which is float32. Convert the data: "
     '`array.astype("float32")`, or `tensor.float()`.'
 )
 
@@ -60,9 +60,9 @@ def with_advice(models: Iterable[torch.nn.Module], divided: Leg | None = None) -
 
 def _of_a_wrapper(kind: str, name: str) -> str:
     return (
-        f"`{name}` belongs to your `{kind}`, and `register` returned its wrapper, `DistributedDataParallel`: it has "
-        f"parameters, and there are several workers. Keep the object itself before `register`, `self.own = {kind}("
-        f"...)`, and write `self.own.{name}`."
+        f"`{name}` belongs to your `{kind}`, but `register` returned its wrapper, `DistributedDataParallel`, because "
+        f"`{kind}` has parameters and there are several workers. Keep the object itself before `register`, `self.own = "
+        f"{kind}(...)`, and write `self.own.{name}`."
     )
 
 
@@ -83,14 +83,14 @@ def _of_unused_parameters(models: Iterable[torch.nn.Module]) -> str:
 
 
 SINGLE_SAMPLE = (
-    "A batch norm cannot train on a single sample, and sizes leave a worker one here: the global batch has one sample, "
-    "or batches of a worker have two at most. Pass `drop_last=True` to the train loader, choose another batch size or "
-    "`micro_batch_size` (at least 3), pass `sync_batchnorm=True` on GPUs, or use a norm that looks at each sample "
+    "A batch norm cannot train on a single sample, but a worker would get only one: the global batch has one sample, "
+    "or the batches of a worker have two at most. Pass `drop_last=True` to the train loader, choose another batch size "
+    "or `micro_batch_size` (at least 3), pass `sync_batchnorm=True` on GPUs, or use a norm that looks at each sample "
     "by itself, such as `GroupNorm`."
 )
 
 _NO_SAMPLE = (
-    "`sync_batchnorm=True` needs a sample on each worker, and sizes leave a worker none here: pass `drop_last=True` to "
+    "`sync_batchnorm=True` needs a sample on each worker, but a worker would get none. Pass `drop_last=True` to "
     "the train loader, or choose a batch size of at least two samples for each worker."
 )
 
@@ -146,7 +146,8 @@ def _compare(group: Any, own: torch.Tensor) -> None:
     most, least = sizes.tolist()
     if most != -least:
         raise ValueError(
-            f"The workers gather tensors of different sizes, of {-least} to {most} numbers, because "
-            "their shares of this global batch differ. PyTorch gathers equal sizes only. Pass `drop_last=True` to the "
-            "train loader and a batch size that the number of workers divides, or fill the tensors up to one size."
+            f"The workers gather tensors of different sizes, from {-least} to {most} elements, because "
+            "their shares of this global batch differ. PyTorch gathers only tensors of equal size. Pass "
+            "`drop_last=True` to the train loader and a batch size that is a multiple of the number of workers, or pad "
+            "the tensors to one size."
         )

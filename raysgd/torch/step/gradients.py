@@ -93,7 +93,8 @@ class OwnSteps:
         options, self._parallel.leg.has_clipped = self._options, True
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         if options.clip_grad_norm is not None:
-            self._bounds.clip_grad_norm(parameters, options.clip_grad_norm)
+            norm = self._bounds.clip_grad_norm(parameters, options.clip_grad_norm)
+            self._callbacks.note_norm(norm)
         if options.clip_grad_value is not None:
             self._bounds.clip_grad_value(parameters, options.clip_grad_value)
 

@@ -40,10 +40,10 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
     by_batch, by_epoch = (schedulers if freq == each else [] for each in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH))
     if (by_batch or lacks_metric) and any(isinstance(each, ReduceLROnPlateau) for each in schedulers):
         raise ValueError(
-            f'`scheduler_step_freq="{freq}"`: `ReduceLROnPlateau` needs a metric of an epoch. Pass "epoch": in '
-            "`fit` with validation data it goes by `val_loss`. Without, name a metric of `train_batch` in your "
-            'operator, as in `scheduler_metric = "train_loss"`. In a loop of your own pass "manual" and call '
-            '`trainer.update_scheduler(result["val_loss"])`.'
+            f'`scheduler_step_freq="{freq}"`: `ReduceLROnPlateau` needs a metric of an epoch. Pass "epoch". In '
+            "`fit` with validation data, it then follows `val_loss`. Without validation data, name a metric of "
+            '`train_batch` in your operator, as in `scheduler_metric = "train_loss"`. In a loop of your own pass '
+            '"manual" and call `trainer.update_scheduler(result["val_loss"])`.'
         )
     for each in (*by_batch, *by_epoch):
         if isinstance(each, CosineAnnealingLR) and each.last_epoch >= each.T_max:
@@ -55,9 +55,10 @@ def _warn_of_end(operator: Any, length: int) -> None:
     """Warn once that a cosine schedule has ended before the training, as in a resumed run with more epochs."""
     if operator.world_rank == 0 and operator._raysgd.once.is_first("cosine"):
         logger.warning(
-            "`CosineAnnealingLR(T_max=%d)` has taken its %d steps: from here on the learning rate climbs back to its "
-            "start. Pass the steps of the whole run as `T_max`. A run that resumes keeps the `T_max` of its file; to "
-            'train longer, begin a new one in another folder after `trainer.load(path, parts=["models"])`',
+            "`CosineAnnealingLR(T_max=%d)` has taken its %d steps, so the learning rate now climbs back to its initial "
+            "value. Pass the number of steps of the whole run as `T_max`. A resumed run uses the `T_max` of its "
+            "checkpoint. To train longer, start a new run in another folder after `trainer.load(path, "
+            'parts=["models"])`',
             length,
             length,
         )
@@ -127,8 +128,8 @@ def values_after_validation(
         value = as_number(reported.get(name))
         if value is None:
             raise ValueError(
-                f"`ReduceLROnPlateau` goes by `{name}`, and neither training nor validation reported a number with "
-                f"that name. There are {', '.join(f'`{each}`' for each in [*trained, *reported])}."
+                f"`ReduceLROnPlateau` follows `{name}`, but neither training nor validation reported a number with "
+                f"that name. Available: {', '.join(f'`{each}`' for each in [*trained, *reported])}."
             )
         values[name] = float(value)
     return values

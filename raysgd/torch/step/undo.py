@@ -218,7 +218,11 @@ class Undo:
         try:
             self._take(batch, watched, waiting, copies_all)
         except (MemoryError, RuntimeError) as error:  # PyTorch raises `RuntimeError` if memory is short
-            logger.warning("no memory to copy what a batch may change, so this worker stops copying: %s", error)
+            logger.warning(
+                "not enough memory to copy the state that a batch may change, so this worker stops copying. If a "
+                "worker is lost in the middle of a batch, the call restarts from the snapshot. The error was: %s",
+                error,
+            )
             self._copies, self._batch = _Copies(), _OpenBatch()
             self.switch_off()
         finally:

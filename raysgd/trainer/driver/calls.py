@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 from raysgd.callbacks.monitors import open_steps, summaries_of_steps
@@ -281,10 +282,12 @@ class EpochCalls:
         """
         runner, comparisons, controller = self._runner_cls, self._comparisons, self.controller
         number = cache(lambda: controller.num_calls)  # fixed at the first attempt
+        attempts = count(1)
 
         def requests(worlds: Sequence[World]) -> Requests:
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
-            found = self.requests("train", replace(asked, compares_ranks=compares, call=number()), dataset, worlds)
+            request = replace(asked, compares_ranks=compares, call=number(), attempt=next(attempts))
+            found = self.requests("train", request, dataset, worlds)
             if leaves is not None and controller.ensure_group().is_driver_only:  # no monitor polls this group
                 found[0] = (replace(found[0][0], redraw=partial(self._between_steps, call)), *found[0][1:])
             if begun is not None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raysgd.callbacks.callback import Callback, Run, SaveBehind
+from raysgd.callbacks.callback import Callback, Run, SaveBehind, uses_folder_of_run
 from raysgd.callbacks.calling import CallbackCalls, checked, overrides
 from raysgd.callbacks.monitors import StepMetrics
 from raysgd.callbacks.progress import ProgressBar, is_watched
@@ -44,6 +44,9 @@ from raysgd.trainer.driver.pauses import Pauses
 from raysgd.trainer.messages import replica_calls
 from raysgd.trainer.messages.begun import BegunEpoch, summaries_as_data, summaries_from_data
 from raysgd.trainer.messages.epochs import VALIDATES, EpochRequest
+
+if TYPE_CHECKING:
+    from raysgd.journal.keeper import JournalKeeper
 
 AUTO = "auto"
 INLINE, ASYNC = "inline", "async"
@@ -173,6 +176,7 @@ class TrainerPort:
         save_behind: Writes the state behind the training. Returns None if the file is complete already.
         save_snapshot: Writes a snapshot that the driver holds.
         place_in: Returns how many epochs and steps a snapshot has.
+        settings: Returns the settings of the replicas.
         kept: Progress to continue from, in the next process of a detached trainer; else None.
         begun: The epoch that the last run left before its end, or None.
         note_begun: Keeps the epoch that this run left before its end, for the next run.
@@ -198,6 +202,7 @@ class TrainerPort:
     save_behind: Callable[[str], SubmittedWrite | None]
     save_snapshot: Callable[[str, Snapshot], None]
     place_in: Callable[[Snapshot], tuple[int, int]]
+    settings: Callable[[], Any]
     kept: FitProgress | None
     begun: BegunEpoch | None
     note_begun: Callable[[BegunEpoch | None], None]
@@ -247,6 +252,7 @@ class FitRun:
             self._worker_callbacks.append(self._step_metrics)
             self._steps = StepListener(trainer.calls.controller, self._calls.step_metrics)
             self._listeners.append(self._steps)
+        self._journal = self._open_journal()
         self._sidecars = Sidecars()
         self._seen = trainer.history.extent
         self._num_events = len(trainer.history.events)
@@ -256,6 +262,24 @@ class FitRun:
         self._pending: int | None = None
         self._saved: list[str] = []
         self._newest: str | None = None
+
+    def _open_journal(self) -> JournalKeeper | None:
+        """Return the keeper of the journal, if the run has a folder of its own; otherwise None."""
+        has_folder = self._options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
+        if not (has_folder and self._trainer.runs_worker_callbacks):
+            return None
+        from raysgd.journal.keeper import JournalKeeper, header_of  # a run without a folder does not enter it
+
+        run, trainer = self._run, self._trainer
+        asked = {"validation_freq": self._options.validation_freq, "has_dataset": self._options.dataset is not None}
+        journal = JournalKeeper(
+            lambda: run.folder,
+            trainer.calls.controller,
+            lambda: {**header_of(trainer.settings()), "epochs": run.epochs, **asked},
+        )
+        self._worker_callbacks.append(journal.recorder)
+        self._listeners.append(journal)
+        return journal
 
     def epochs(self) -> Iterator[dict[str, Any]]:
         """Train, and yield the row of each epoch when it ends. Closing the iterator stops the run.
@@ -324,6 +348,8 @@ class FitRun:
     def _epochs(self) -> Iterator[dict[str, Any]]:
         with self._leaving.listening(self._expect_end), self._ending_afterwards(), self._in_workers():
             self._resume()
+            if self._journal is not None:
+                self.history.journal = self._journal.folder
             is_asked = self._options.validate == ASYNC
             self._run.validates_beside = is_asked and self._validates and self._trainer.validates_beside()
             with self._told_of_the_run():
@@ -577,6 +603,8 @@ class FitRun:
         if isinstance(left, EpochLeft) and left.states and left.states[0].num_steps:
             if self._steps is not None:
                 self._steps.tell_rest()
+            if self._journal is not None:
+                self._journal.fetch()
             landed = self._trainer.calls.controller.snapshots.landed
             step = 0 if landed is None else self._trainer.place_in(landed)[1]
             begun = BegunEpoch.of(left.states, seconds=left.seconds, global_step=step)
@@ -692,28 +720,34 @@ class FitRun:
     # ------------------------------------------------------------------------------------------- saved and resumed
 
     def _save(self, location: str) -> None:
-        began = time.perf_counter()
+        began, step = time.perf_counter(), None
         if self._is_lost:
             landed = self._trainer.calls.controller.snapshots.landed
             assert landed is not None, "it was found"
             self._trainer.save_snapshot(location, landed)
+            step = self._trainer.place_in(landed)[1]
         else:
             self._trainer.save(location)
         self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
         self._leaving.note_save(time.perf_counter() - began)
         self._saved.append(location)
         self._newest = location
+        if self._journal is not None:
+            self._journal.note_checkpoint(location, step)
         self._calls.tell("on_checkpoint", location)
 
     def _save_behind(self, location: str) -> SaveBehind:
         """Save behind the training. The small file comes first, so that a complete checkpoint always has it."""
         self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
         write = self._trainer.save_behind(location)
+        step = None if self._journal is None else self._journal.last_step  # of the state that is written
         self._saved.append(location)
 
         def note() -> None:
             self._leaving.note_save(0.0 if write is None else write.seconds)
             self._newest = location
+            if self._journal is not None:
+                self._journal.note_checkpoint(location, step)
             self._calls.tell("on_checkpoint", location)
 
         return SaveBehind(write, note)

@@ -688,6 +688,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             save_behind=self._save_behind,
             save_snapshot=self._save_snapshot,
             place_in=self._place_in,
+            settings=lambda: self._settings,
             kept=kept,
             begun=begun,
             note_begun=partial(setattr, self, "_begun_epoch"),

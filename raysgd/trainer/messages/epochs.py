@@ -33,6 +33,7 @@ class EpochRequest:
         starts_over: True if an evaluation begins with the first batch, wherever the last call stopped.
         compares_ranks: True to return sums of the weights.
         call: Number of a training call. Only work begun in a call with this number is continued and answered.
+        attempt: Number of the attempt at the call, which begins with 1 and counts the groups that have trained in it.
         hold_at: After how many batches of a training call all ranks stop, so that it can be left; None for no stop.
         is_inside: True for a validation inside an epoch, which leaves unchanged what the rest of the epoch draws and
             measures.
@@ -47,6 +48,7 @@ class EpochRequest:
     starts_over: bool = False
     compares_ranks: bool = False
     call: int = 0
+    attempt: int = 0
     hold_at: int | None = None
     is_inside: bool = False
 

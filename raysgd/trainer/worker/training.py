@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 from raysgd.core.engine.shared.replica import Capture
 from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep, ReplicaProgress
@@ -28,7 +28,7 @@ from raysgd.trainer.worker.data.batch_streams import WatchedBatches, redrawing
 from raysgd.trainer.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.loop import Loop
 from raysgd.trainer.worker.data.rank_rows import RankRows
-from raysgd.trainer.worker.hosted import HostedOperator
+from raysgd.trainer.worker.hosted import HostedOperator, is_of_library
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.copies import StateCopies
 
@@ -190,6 +190,7 @@ class ReplicaCalls:
                     stack.enter_context(self._timers.record("train_epoch"))
                 if callbacks.are_there:
                     callbacks.begin_epoch(run, operator)
+                    callbacks.begin_leg(operator, partial(self._where, stream, request))
                 loop.note_boundary()
                 args, named = ([batches], given) if is_stock else accepted(operator.train_epoch, batches, **given)
                 returned = operator.train_epoch(*args, **named)
@@ -210,6 +211,24 @@ class ReplicaCalls:
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # `train_epoch` used its own data
         return self._finish(run, returned, request, place=feed.place_of_call(stream))
+
+    def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
+        """Return where a leg of an epoch begins, as plain data from which a later process finds its samples again."""
+        hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
+        is_begun, place = stream.is_mid_pass, cast("Any", hosted.loop.place)
+        consumed = stream.completed if is_begun else 0
+        own = None if is_of_library(type(operator).train_epoch) else f"`{type(operator).__name__}` overrides"
+        return {
+            "step": operator.global_step,
+            "pass": stream.pass_index if is_begun else hosted.loop.pass_index(stream),
+            "consumed": consumed,
+            "num_workers": hosted.world.size,
+            "attempt": [request.call, request.attempt],
+            "window": place.window,
+            "is_of_call": stream is not feed.train_stream,
+            "data": stream.source.layout(consumed, is_begun),
+            "obstacle": own and f"{own} `train_epoch`, which takes the steps itself",
+        }
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         loop, callbacks = self._hosted.loop, self._hosted.operator._raysgd.callbacks

@@ -26,12 +26,14 @@ class InstalledCallbacks:
 
     Attributes:
         are_there: True if there is a callback.
+        noting_batches: The callbacks that note each batch of the library's loops.
         wants_gradients: True if a callback is called before an optimizer steps.
         wants_steps: True if a callback is called after an optimizer has stepped.
     """
 
     def __init__(self) -> None:
         self._callbacks: list[WorkerCallback] = []
+        self.noting_batches: list[WorkerCallback] = []
         self.are_there = False
         self._unclaimed: dict[str, Any] = {}
         self._epoch: Any = None
@@ -47,6 +49,7 @@ class InstalledCallbacks:
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
         self.are_there = bool(self._callbacks)
+        self.noting_batches = self._with("_on_batch")
         for each in self._callbacks:
             call_event(each, "on_begin", operator)
         self._claim(states)
@@ -59,6 +62,11 @@ class InstalledCallbacks:
             self._epoch = epoch
             for each in self._callbacks:
                 call_event(each, "on_epoch_begin", operator)
+
+    def begin_leg(self, operator: Any, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Tell callbacks that this worker trains in a new group, or in a new epoch. `describe` says where."""
+        for each in self._with("_on_leg"):
+            call_event(each, "_on_leg", operator, describe())
 
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
         """Return a function to call with the metrics of each batch; None if no callback needs them."""
@@ -73,6 +81,11 @@ class InstalledCallbacks:
             return _after_step(watching, operator, metrics, of_step) if step.batch.is_boundary else metrics
 
         return after if watching else None
+
+    def note_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
+        """Tell callbacks the metrics of a batch; None for padding."""
+        for each in self.noting_batches:
+            call_event(each, "_on_batch", operator, metrics, is_boundary)
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
@@ -89,6 +102,11 @@ class InstalledCallbacks:
         """Call `on_gradients` before an optimizer steps, when its gradients are complete."""
         for each in self._on_gradients:
             call_event(each, "on_gradients", self._operator, optimizer)
+
+    def note_norm(self, norm: Any) -> None:
+        """Tell callbacks the norm of the gradients of an optimizer, which clipping or a callback has computed."""
+        for each in self._with("_on_norm"):
+            call_event(each, "_on_norm", norm)
 
     def stepped(self, optimizer: Any) -> None:
         """Call `on_optimizer_step` after an optimizer has stepped."""

@@ -109,8 +109,8 @@ def test_an_order_that_cannot_be_repeated_is_a_fresh_pass(caplog: pytest.LogCapt
     take(first, 2)
     other.go_to(first.epoch, first.position())
     assert len(take(other)) == 12
-    assert "cannot repeat the order of the pass" in caplog.text
-    assert "`seed=3` could" in caplog.text
+    assert "cannot repeat the order of the interrupted pass" in caplog.text
+    assert "new trainer with `seed=3`" in caplog.text
 
 
 def test_a_position_that_is_unknown_is_the_beginning(caplog: pytest.LogCaptureFixture) -> None:

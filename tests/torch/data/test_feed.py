@@ -203,7 +203,7 @@ def test_a_call_over_batches_that_the_driver_deals_cannot_go_on_in_them() -> Non
     feed, request = TorchFeed(lambda name: None, Strategy(), 1), replace(REQUEST, shard_key="of this call")
     feed.take_share("train", request, CallData("shards", [torch.zeros(2)]))
     stream = feed.training(request)
-    assert feed.obstacle_of_call(stream) == "the data of this call are not divided by the library"
+    assert feed.obstacle_of_call(stream) == "the data of this call are not sharded by the library"
     assert not feed.is_divided(stream)
 
 
@@ -211,7 +211,7 @@ def test_nobody_knows_the_position_in_data_that_are_not_divided() -> None:
     data: dict[str, Any] = {"validation": UndividedLoader([1, 2], "not a torch DataLoader", warn=False)}
     feed = TorchFeed(data.get, Strategy(), 1)
     assert feed.obstacle("train") is None
-    assert feed.obstacle("validation") == "the validation loader is not divided by the library (not a torch DataLoader)"
+    assert feed.obstacle("validation") == "the validation loader is not sharded by the library (not a torch DataLoader)"
     with feed.validating(REQUEST) as stream:
         assert list(stream.take(None)) == [1, 2]
     assert feed.position() is feed.ledger() is None

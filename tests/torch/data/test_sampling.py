@@ -97,8 +97,8 @@ FOUR = Squares(4)
         (DataLoader(Stream(), batch_size=None), "iterable", False),
         (DataLoader(FOUR, batch_size=None), "no batches", True),
         (OwnIteration(FOUR), "overrides the iteration", True),
-        (DataLoader(FOUR, sampler=DistributedSampler(FOUR, 2, 0)), "divides the data", False),
-        (DataLoader(FOUR, sampler=HandShardedSampler()), "divides the data", False),
+        (DataLoader(FOUR, sampler=DistributedSampler(FOUR, 2, 0)), "shards the data", False),
+        (DataLoader(FOUR, sampler=HandShardedSampler()), "shards the data", False),
         (DataLoader(Endless(4), sampler=[0, 1]), "dataset has no length", True),
         (DataLoader(FOUR, sampler=NoLength()), "sampler has no length", True),
     ],
@@ -119,7 +119,7 @@ def test_batches_of_a_batch_sampler_are_not_divided_where_their_sizes_must_be_kn
     loader = DataLoader(FOUR, batch_sampler=CustomBatches(range(4), 2, False))
     left_alone = shard_loader(loader, rank=0, world_size=2, training=training, rule=rule)
     assert isinstance(left_alone, UndividedLoader)
-    assert "custom `batch_sampler`, which `split_batches=True` alone divides" in left_alone.reason
+    assert "custom `batch_sampler`, which only `split_batches=True` shards" in left_alone.reason
     assert left_alone.warn
 
 

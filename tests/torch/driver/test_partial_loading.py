@@ -109,7 +109,7 @@ class TestParts:
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"parts": ("model",)}, ValueError, r"`parts` has 'model'\. Did you mean `models`\? There are `models`"),
+            ({"parts": ("model",)}, ValueError, r"`parts` has 'model'\. Did you mean `models`\? Available: `models`"),
             ({"parts": "models"}, TypeError, "need a tuple of names"),
             ({"parts": ()}, ValueError, "name at least one part"),
             ({"parts": ("schedulers",)}, KeyError, "The file has no 'schedulers'"),
@@ -143,7 +143,7 @@ class TestWhatFits:
             "loaded models; 2 weights; missing: 3.weight, 3.bias; other shapes: "
             "2.weight: (1, 8) in the file, (4, 8) in the model, 2.bias: (1,) in the file, (4,) in the model"
         )
-        with pytest.raises(ValueError, match=r"does not fit the registered model, nothing was loaded"):
+        with pytest.raises(ValueError, match=r"does not match the registered model, so nothing was loaded"):
             trainer.load(path, parts=("models",))
         assert equal(trainer.state_dict()["models"][0], after)
 
@@ -211,7 +211,7 @@ class TestSafetensors:
         save_file({"name": torch.ones(1)}, tmp_path / "odd.safetensors", metadata=odd)
         for damaged in (content[:-3], content[:20], (tmp_path / "odd.safetensors").read_bytes()):
             path.write_bytes(damaged)
-            with pytest.raises(CheckpointCorruptedError, match="no intact file of safetensors"):
+            with pytest.raises(CheckpointCorruptedError, match="not an intact safetensors file"):
                 trainer.load(path)
         assert equal(trainer.state_dict(), before)
 

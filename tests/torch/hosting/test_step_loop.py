@@ -126,7 +126,7 @@ def test_where_copies_take_too_much_memory_a_warning_says_so_and_none_are_made(
     loop = loop_of(OwnBatch())
     loop.begin_step()
     assert not loop.is_whole
-    assert "would take 8 of 10 MiB that are free" in caplog.text
+    assert "would need 8 of 10 MiB that are free" in caplog.text
 
 
 def test_gradients_that_wait_for_a_step_are_kept_and_others_cleared() -> None:

@@ -91,8 +91,14 @@ def test_a_module_of_your_own_says_which_numbers() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Scaled, "nothing gives numbers to `scale`, `places` of its `Scaled`: it has no `reset_parameters`"),
-        (ScaledInPart, "nothing gives numbers to `places` of its `ScaledInPart`: that is not done by its"),
+        (
+            Scaled,
+            "`scale`, `places` of its `Scaled` would stay uninitialized, because `Scaled` has no `reset_parameters`",
+        ),
+        (
+            ScaledInPart,
+            "`places` of its `ScaledInPart` would stay uninitialized, because `ScaledInPart` does not set that in its",
+        ),
     ],
 )
 def test_a_module_that_does_not_say_it_is_refused(make: Callable[[], nn.Module], message: str) -> None:

@@ -116,7 +116,7 @@ def test_a_state_without_all_entries_is_refused_by_their_names() -> None:
     ],
 )
 def test_a_damaged_state_is_refused(key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match="it is damaged"):
+    with pytest.raises(ValueError, match="It is damaged"):
         rng.restore({**rng.capture(), key: value})
 
 

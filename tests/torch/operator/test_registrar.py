@@ -183,7 +183,7 @@ def test_whoever_expects_a_division_and_does_not_get_it_is_warned_once(caplog: p
         make(Indivisible, world=World(rank=rank, size=2))
     make(Indivisible)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the train loader is not divided" in caplog.text
+    assert "the train loader is not sharded" in caplog.text
 
 
 def test_batch_norms_become_synchronized_ones_with_the_same_parameters() -> None:

@@ -130,7 +130,7 @@ def test_files_leave_to_setup_what_is_trained(make_local: Make, tmp_path: Path) 
     other.load(trained.save(tmp_path / "frozen.pt"))
     assert all(each.requires_grad for each in other.get_local_operator().model.parameters())
     trained.apply_all_operators(add)
-    with pytest.raises(ValueError, match="Give it the same groups in `setup`"):
+    with pytest.raises(ValueError, match="Register an optimizer with the same groups in `setup`"):
         other.load(trained.save(tmp_path / "added.pt"))
 
 

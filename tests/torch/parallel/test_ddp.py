@@ -131,7 +131,7 @@ def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None
 
 
 def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
-    assert "not kept equal" in str(Strategy().obstacle)
+    assert "not kept in sync" in str(Strategy().obstacle)
     plain = DDP()
     plain.begin_leg([plain.wrap(a_model(), None, {})], may_run_backward=True)
     assert plain.obstacle is None, "a hook of the library's own is installed again"
@@ -210,7 +210,7 @@ def test_a_model_that_was_left_unwrapped_must_not_be_trained() -> None:
     models = [parallel.wrap(two_layers(), None, {}), parallel.wrap(teacher, None, {})]
     parallel.rewrap(models)
     teacher.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"had nothing to train when it was registered \(`Linear`\)"):
+    with pytest.raises(ValueError, match=r"without trainable parameters when it was registered \(`Linear`\)"):
         parallel.rewrap(models)
     parallel.rewrap(models[:1])  # it was registered anew, without this one
 

@@ -26,7 +26,7 @@ def test_a_batch_of_a_window_cannot_be_left_out(num_before: int) -> None:
         leg.begin_batch(1.0, 4, 4, is_last=False)
         backward(leg)
     leg.begin_batch(1.0, 4, 4, is_last=False)
-    with pytest.raises(ValueError, match=r"`accumulate_grad_batches=2`: a batch is left out.* pass `0 \* loss`"):
+    with pytest.raises(ValueError, match=r"`accumulate_grad_batches=2`: a batch was skipped.* pass `0 \* loss`"):
         leg.skip()
 
 

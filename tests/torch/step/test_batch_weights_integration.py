@@ -135,7 +135,7 @@ def one_step(operator: Any) -> None:
 def test_batches_of_different_weights_drawn_ahead_are_an_error(
     two: TorchTrainer, operator_cls: type[TrainingOperator]
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"was drawn while one with weight .* Draw one batch, train on it"):
+    with pytest.raises(RuntimeError, match=r"was drawn while a batch with weight .* Draw one batch, train on it"):
         run_together(two, Experiment(operator_cls, UNEVEN))
     for config in (EVEN, {**UNEVEN, "drop_last": True}):
         found = run_together(two, Experiment(operator_cls, config))

@@ -400,7 +400,7 @@ def test_without_memory_for_a_copy_training_goes_on_and_nothing_counts_as_copied
     weight = program.model[0].weight
     kept, weight.data = weight.data, torch.zeros(1, 1).expand(2**30, 2**30)
     program.undo.begin_batch()
-    assert "no memory to copy" in caplog.text
+    assert "not enough memory to copy" in caplog.text
     assert program.ledger.enter(START_UP) == START_UP
     assert not program.undo.can_put_back(has_broken=True)
     weight.data = kept

@@ -1,0 +1,232 @@
+"""The two files of a journal: written while a run trains, and read by later programs. Reading runs nothing."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER, LINES_FILE, STEPS_FILE = "journal", "journal.jsonl", "steps.bin"
+RUN, LEG, CHECKPOINT = "run", "leg", "checkpoint"
+FORMAT = 1
+NO_NORM = -1.0
+_STEP = struct.Struct("<dff")
+STEPS = np.dtype([("loss", "<f8"), ("norm", "<f4"), ("weight", "<f4")])
+Steps = np.ndarray[Any, np.dtype[Any]]
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of a run.
+
+    Attributes:
+        step: Number of the last batch that a worker trained on in the step, counted from 1 over all epochs.
+        loss: Mean loss over all samples; NaN if the step reported none.
+        norm: Norm of the gradients before clipping; None if nothing computed it.
+        weight: Weight of the mean, such as the number of samples; -1 if no loss counted.
+    """
+
+    step: int
+    loss: float
+    norm: float | None
+    weight: float
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of an epoch that one group of workers ran.
+
+    Attributes:
+        after: Number of the step after which it begins.
+        entry: Its line in the journal.
+        run: The line of the program that ran it.
+        until: Number of its last step, or of the last step of the run.
+    """
+
+    after: int
+    entry: Line
+    run: Line
+    until: int
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 1."""
+        return int(self.entry["pass"]) + 1
+
+
+class JournalWriter:
+    """Writes a journal. What a step begins again is replaced.
+
+    Args:
+        folder: Folder of the run.
+        header: Line of this program, without its kind.
+    """
+
+    def __init__(self, folder: Path, header: Line) -> None:
+        self._folder, self._header = folder / FOLDER, header
+        self._has_begun = False
+
+    def begin_leg(self, entry: Line) -> None:
+        """Write that a group begins to train. Records of later steps are removed.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        after = int(entry["step"])
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lines, steps = self._folder / LINES_FILE, self._folder / STEPS_FILE
+        if not self._has_begun:
+            if after == 0:  # a run from the beginning replaces the one before
+                lines.unlink(missing_ok=True)
+            self._append({"kind": RUN, "format": FORMAT, **self._header})
+            self._has_begun = True
+        steps.touch()
+        if steps.stat().st_size > after * _STEP.size:
+            with steps.open("r+b") as file:
+                file.truncate(after * _STEP.size)
+        self._append({"kind": LEG, **entry})
+
+    def write_steps(self, records: Sequence[StepRecord]) -> None:
+        """Write records of steps, in any order.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        with (self._folder / STEPS_FILE).open("r+b") as file:
+            for each in records:
+                file.seek((each.step - 1) * _STEP.size)  # a gap is filled with zeros, which stand for no step
+                file.write(_STEP.pack(each.loss, NO_NORM if each.norm is None else each.norm, each.weight))
+
+    def note_checkpoint(self, location: str, step: int) -> None:
+        """Write that a checkpoint was saved after a step.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        if self._has_begun:
+            self._append({"kind": CHECKPOINT, "step": step, "location": location})
+
+    def _append(self, line: Line) -> None:
+        with (self._folder / LINES_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(line, allow_nan=False)}\n")
+
+
+class Journal:
+    """The journal of a run, as it is on disk.
+
+    Args:
+        folder: Folder of the run.
+
+    Attributes:
+        folder: Folder of the run.
+        legs: The parts of epochs that count, in the order of their steps.
+        checkpoints: Location of the checkpoint after each step that has one.
+        steps: Loss, norm and weight of each step, as an array with fields.
+
+    Raises:
+        FileNotFoundError: The folder has no journal.
+        ValueError: The journal is damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        place = self.folder / FOLDER
+        if not (place / LINES_FILE).is_file():
+            raise FileNotFoundError(
+                f"`{folder}` has no journal. `TorchTrainer.fit` keeps one if you pass `folder=...`, or if a callback "
+                "writes to the folder of the run; `TFTrainer` keeps none."
+            )
+        self.steps = _read_steps(place / STEPS_FILE)
+        legs, self.checkpoints = list[tuple[int, Line, Line]](), dict[int, str]()
+        run: Line = {}
+        try:
+            for line in _lines(place / LINES_FILE):
+                if line["kind"] == RUN:
+                    run = line
+                    _check_format(line)
+                elif line["kind"] == CHECKPOINT:
+                    self.checkpoints[int(line["step"])] = str(line["location"])
+                elif line["kind"] == LEG:
+                    after = int(line["step"])
+                    legs = [each for each in legs if each[0] < after]
+                    self.checkpoints = {step: at for step, at in self.checkpoints.items() if step <= after}
+                    legs.append((after, line, run))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"`{place / LINES_FILE}` is damaged: {error!r}.") from error
+        ends = [*(after for after, _, _ in legs), len(self.steps)][1:]
+        self.legs = [Leg(*leg, until) for leg, until in zip(legs, ends, strict=True)]
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step; 0 if there is none."""
+        taken = np.flatnonzero(self.steps["weight"])
+        return int(taken[-1]) + 1 if len(taken) else 0
+
+    def step(self, number: int) -> StepRecord | None:
+        """Return the record of a step; None if the run took no step with this number."""
+        if not 1 <= number <= len(self.steps) or not self.steps["weight"][number - 1]:
+            return None
+        loss, norm, weight = self.steps[number - 1].tolist()
+        return StepRecord(number, loss, None if norm == NO_NORM else norm, weight)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all steps."""
+        return [int(place) + 1 for place in np.flatnonzero(self.steps["weight"])]
+
+    def check_step(self, number: int) -> StepRecord:
+        """Return the record of a step.
+
+        Raises:
+            ValueError: The run took no such step.
+        """
+        found = self.step(number)
+        if found is not None:
+            return found
+        numbers = self.numbers()
+        if not numbers:
+            obstacle = next((each.entry["obstacle"] for each in self.legs if each.entry.get("obstacle")), None)
+            raise ValueError(f"The journal has no steps{'' if obstacle is None else f': {obstacle}'}.")
+        near = min(numbers, key=lambda each: (abs(each - number), each))
+        raise ValueError(
+            f"`--step {number}`: the journal has steps {numbers[0]} to {numbers[-1]}, and none with this number. "
+            f"The nearest is {near}."
+        )
+
+    def leg_of(self, number: int) -> Leg:
+        """Return the leg that took a step."""
+        return next(each for each in reversed(self.legs) if each.after < number)
+
+    def begin_of(self, number: int) -> int:
+        """Return the number of the batch before the first one of a step. With accumulation, a step has several."""
+        leg = self.leg_of(number)
+        taken = np.flatnonzero(self.steps["weight"][leg.after : number - 1])
+        return leg.after + (int(taken[-1]) + 1 if len(taken) else 0)
+
+
+def _read_steps(path: Path) -> Steps:
+    content = path.read_bytes() if path.is_file() else b""
+    return np.frombuffer(content[: len(content) // _STEP.size * _STEP.size], STEPS)
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} of `{path}` is damaged: {error}.") from error
+        yield line
+
+
+def _check_format(line: Line) -> None:
+    if line["format"] != FORMAT:
+        raise ValueError(
+            f"The journal has format {line['format']}, and this version of raysgd reads format {FORMAT}: use the "
+            f"version that wrote it, {line.get('raysgd')}."
+        )

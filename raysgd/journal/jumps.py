@@ -1,0 +1,140 @@
+"""Jumps: the steps at which a loss left its range. A pure function of the losses.
+
+A step jumps if its loss is not finite, or if it lies far above the median of the last 20 steps: farther than three
+times the farthest of the last 200 steps did, than ten times the spread of their distances, and than 10 %; or by a
+factor of 1,000. The farthest
+one is the second highest distance of 20 steps, and the fourth highest of 200, so that outliers do not count. The spread
+is the median absolute deviation times 1.48, which is the standard deviation of normal distances. Distances are those
+of logarithms, and the median follows the loss, so a loss that falls fast has no wider range.
+
+Steps that jump do not enter the range. If they come close together, they are one jump, which begins with the first. If
+the loss stays where it is, it has a new range after some time.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+_Function: TypeAlias = Callable[[float], float]
+WINDOW = 200
+FEWEST = 20
+_NEAR, _FEWEST_NEAR = 20, 5
+_TIMES_FARTHEST = 3.0
+_TIMES_USUAL = 10.0
+_OUTLIERS_OF = 100  # one of so many steps may lie anywhere, and one more
+_LEAST = 0.1  # a loss that is 10 % larger is no jump, however quiet it was before
+_MOST = math.log(1000)  # a loss that is 1,000 times larger is one, however noisy it was before
+_TOGETHER = 5
+_NEW_RANGE = 100
+_LEAST_LOSS = 1e-12
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A step at which the loss left its range, and those after it.
+
+    Attributes:
+        first: Index of the first step.
+        last: Index of the last step outside of the range.
+        highest: The highest loss; NaN or infinity if a loss was not finite.
+        usual: Median of the losses before; NaN if there were too few.
+        limit: The highest loss that would have been in the range; NaN if there were too few before.
+    """
+
+    first: int
+    last: int
+    highest: float
+    usual: float
+    limit: float
+
+
+class _Range:
+    """The losses of the last steps, which say where the next one should be."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._near = deque[float](maxlen=_NEAR)
+        self._recent, self._sorted = deque[float](), list[float]()
+
+    def add(self, value: float) -> None:
+        if len(self._near) >= _FEWEST_NEAR:
+            self._add_distance(value - _median(sorted(self._near)))
+        self._near.append(value)
+
+    def _add_distance(self, distance: float) -> None:
+        self._recent.append(distance)
+        insort(self._sorted, distance)
+        if len(self._recent) > WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+
+    def restart(self, values: Sequence[float]) -> None:
+        self._begin()
+        for value in values:
+            self.add(value)
+
+    @property
+    def median(self) -> float:
+        return _median(sorted(self._near)) if self._is_known else math.nan
+
+    @property
+    def _is_known(self) -> bool:
+        return len(self._sorted) >= FEWEST - _FEWEST_NEAR
+
+    @property
+    def limit(self) -> float:
+        """The highest value in the range; NaN if too few are known."""
+        if not self._is_known:
+            return math.nan
+        farthest = self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
+        middle = _median(self._sorted)
+        usual = _median(sorted(abs(each - middle) for each in self._sorted)) * 1.4826
+        return self.median + min(max(_TIMES_FARTHEST * farthest, _TIMES_USUAL * usual, _LEAST), _MOST)
+
+
+def find_jumps(losses: Sequence[float]) -> list[Jump]:
+    """Return the jumps in the losses of consecutive steps.
+
+    Examples:
+        >>> losses = [1 / (1 + step) for step in range(100)]
+        >>> losses[60] *= 50
+        >>> [jump.first for jump in find_jumps(losses)]
+        [60]
+    """
+    usual, found, outside = _Range(), list[Jump](), list[float]()
+    as_logarithm, from_logarithm = _scale_of(losses)
+    for index, loss in enumerate(losses):
+        value, limit = (as_logarithm(loss) if math.isfinite(loss) else math.nan), usual.limit
+        if math.isfinite(loss) and not value > limit:
+            usual.add(value)
+            continue
+        last = found[-1] if found else None
+        outside = [*outside, value] if last is not None and index - last.last == 1 else [value]
+        if last is not None and index - last.last <= _TOGETHER:
+            highest = loss if not math.isfinite(loss) else max(last.highest, loss)
+            highest = highest if math.isfinite(last.highest) else last.highest
+            found[-1] = Jump(last.first, index, highest, last.usual, last.limit)
+        else:
+            found.append(Jump(index, index, loss, from_logarithm(usual.median), from_logarithm(limit)))
+        if len(outside) >= _NEW_RANGE and all(map(math.isfinite, outside)):
+            usual.restart(outside)
+            outside = []
+    return found
+
+
+def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function]:
+    """Return the scale of the losses and the way back. Losses below 0 have no logarithm, and stay as they are."""
+    if any(math.isfinite(loss) and loss < 0 for loss in losses):
+        return float, float
+    return (lambda loss: math.log(max(loss, _LEAST_LOSS))), math.exp
+
+
+def _median(ordered: Sequence[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,0 +1,168 @@
+"""The program of a run: the operator class that the user names, in a trainer with one process that divides as the run.
+
+Only the user says what to run. The folder of the run gives numbers and texts: the config and the options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raysgd.journal.journal import Journal, Leg
+from raysgd.torch.torch_trainer import TorchTrainer
+from raysgd.torch.training_operator import TrainingOperator
+from raysgd.trainer.configuration.batch_options import BatchOptions
+
+_FORM = "write `--program train.py:MyOperator`, a file or module and the operator class in it"
+_STEP_OPTIONS = (
+    "accumulate_grad_batches",
+    "clip_grad_norm",
+    "clip_grad_value",
+    "sync_batchnorm",
+    "compile",
+    "activation_checkpointing",
+)
+_OPTIONS = ("seed", "add_dist_sampler", "scheduler_step_freq", "use_fp16", "precision")
+
+
+def load_class(program: str | type[TrainingOperator]) -> type[TrainingOperator]:
+    """Return an operator class.
+
+    Args:
+        program: The class, or where it stands: `train.py:MyOperator` or `package.module:MyOperator`.
+
+    Raises:
+        ValueError: There is no such operator class.
+    """
+    if isinstance(program, type):
+        found: Any = program
+    else:
+        place, _, name = program.rpartition(":")
+        if not place or not name.isidentifier():
+            raise ValueError(f"`--program {program}`: {_FORM}.")
+        found = getattr(_module(place, program), name, None)
+    if not (isinstance(found, type) and issubclass(found, TrainingOperator)):
+        raise ValueError(f"`--program {program}` is no `TrainingOperator` class: {_FORM}.")
+    return found
+
+
+def _module(place: str, program: str) -> Any:
+    path = Path(place)
+    if path.suffix != ".py":
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"`--program {program}`: {error}: {_FORM}.") from error
+    if not path.is_file():
+        raise ValueError(f"`--program {program}`: there is no file `{place}`.")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # as Python does for a script, so that it finds the modules beside it
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "the file is there"
+    assert spec.loader is not None, "its ending is that of Python"
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Trainer(TorchTrainer):
+    """A trainer whose process divides global batches like the workers of a run."""
+
+    _batch_options: BatchOptions
+
+    def _divide(self, options: BatchOptions) -> BatchOptions:
+        return self._batch_options
+
+
+class Program:
+    """The program of a run.
+
+    Args:
+        operator: The operator class, or where it stands.
+        config: Entries that replace or add to those in the journal. Objects and secrets are not in it.
+    """
+
+    def __init__(self, operator: str | type[TrainingOperator], config: Mapping[str, Any] | None = None) -> None:
+        self.operator_cls = load_class(operator)
+        self._config = dict(config or {})
+
+    @contextmanager
+    def trainer(self, journal: Journal, leg: Leg, **others: Any) -> Iterator[TorchTrainer]:
+        """Provide a trainer with one process, for the steps of a leg.
+
+        Args:
+            journal: The journal of the run.
+            leg: The leg.
+            others: Further arguments of the trainer.
+
+        Raises:
+            ValueError: One process cannot take the steps of this run.
+        """
+        batch_options = batch_options_for(leg)
+        cls = type("TorchTrainer", (_Trainer,), {"_batch_options": batch_options})
+        options = leg.run["options"]
+        given = {name: options[name] for name in _OPTIONS}
+        given |= {name: options["step_options"][name] for name in _STEP_OPTIONS}
+        given |= {
+            "split_batches": batch_options.split_batches,
+            "micro_batch_size": batch_options.micro_batch_size,
+            "deterministic": batch_options.deterministic,
+            "use_gpu": "auto" if options["use_gpu"] else False,
+            "config": self.config_of(leg),
+            **others,
+        }
+        with cls(training_operator_cls=self.operator_cls, use_local=True, **given) as trainer:
+            yield trainer
+
+    def config_of(self, leg: Leg) -> dict[str, Any]:
+        """Return the config of the run.
+
+        Raises:
+            ValueError: An entry is not in the journal.
+        """
+        config = {**leg.run["config"], **self._config}
+        missing = [name for name in leg.run["config_left_out"] if name not in config]
+        if missing:
+            raise ValueError(
+                f"the journal does not hold the entries {', '.join(map(repr, missing))} of the config, which are "
+                "objects or secrets: pass them with `--config file.json`, or with `config={...}` in Python."
+            )
+        return config
+
+
+def batch_options_for(leg: Leg) -> BatchOptions:
+    """Return how one process has to divide global batches so that it computes what the workers of a leg did.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    options, num_workers = leg.run["options"], leg.entry["num_workers"]
+    _refuse(options)
+    batch_options = BatchOptions(**options["batch_options"])
+    if batch_options.is_global or num_workers == 1:
+        return replace(batch_options, num_shards=batch_options.num_shards if batch_options.deterministic else 1)
+    # Each worker took a batch of its own. The batches become the parts of one global batch, one after the other.
+    window = options["step_options"]["accumulate_grad_batches"]
+    if window > 1:
+        raise ValueError(
+            f"the run had {num_workers} workers with `accumulate_grad_batches={window}` and without "
+            "`split_batches=True`, with which one process could take these steps."
+        )
+    return BatchOptions(deterministic=True, num_shards=num_workers)
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    for applies, what in (
+        (options["strategy"] != "ddp", f'`strategy="{options["strategy"]}"`'),
+        (options["use_horovod"], '`backend="horovod"`'),
+        (options["precision"] == "apex" or options["use_fp16"] == "apex", "Apex"),
+    ):
+        if applies:
+            raise ValueError(f"a run with {what} cannot be replayed, because one process does not take its steps.")

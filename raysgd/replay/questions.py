@@ -1,0 +1,203 @@
+"""`why` and `find_jumps`: what the journal of a run says about a step, and about the whole run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raysgd.core.history.history import History
+from raysgd.journal import jumps
+from raysgd.journal.journal import Journal, StepRecord
+from raysgd.journal.jumps import Jump
+from raysgd.replay.program import Program
+from raysgd.replay.sample_losses import SampleLoss, data_of, recomputed
+from raysgd.replay.samples import NeedsProgramError, samples_of
+
+_AROUND = 4
+_MOST_SAMPLES = 20
+
+
+@dataclass(frozen=True)
+class Why:
+    """What is known about a step.
+
+    Attributes:
+        record: Loss and norm of the step.
+        around: The records of the steps before and after it, and its own.
+        epoch: Number of its epoch, from 1.
+        num_workers: Number of workers that took it.
+        samples: For each rank, its samples: indices of the dataset, or `StreamRow(shard, row)`. None if they are not
+            known without the program, or not at all.
+        obstacle: Why the samples are not known; None if they are.
+        losses: The loss of each sample by itself, highest first. None unless you asked for it.
+        checkpoint: The checkpoint whose weights computed these losses; None for the weights of `setup`.
+    """
+
+    record: StepRecord
+    around: tuple[StepRecord, ...]
+    epoch: int
+    num_workers: int
+    samples: tuple[tuple[Any, ...], ...] | None
+    obstacle: str | None = None
+    losses: tuple[SampleLoss, ...] | None = None
+    checkpoint: str | None = None
+
+    def __str__(self) -> str:
+        """Return all of it as text."""
+        workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
+        lines = [f"step {self.record.step}, in epoch {self.epoch}, on {workers}", ""]
+        lines += _table(
+            ["", "step", "loss", "norm", "weight"],
+            [
+                [
+                    ">" if each.step == self.record.step else "",
+                    str(each.step),
+                    f"{each.loss:.6g}",
+                    "" if each.norm is None else f"{each.norm:.4g}",
+                    "no loss" if each.weight < 0 else f"{each.weight:g}",
+                ]
+                for each in self.around
+            ],
+        )
+        lines.append("")
+        if self.samples is None:
+            lines.append(f"samples: {self.obstacle}")
+        for rank, own in enumerate(self.samples or ()):
+            lines.append(f"rank {rank}: {', '.join(map(str, own)) if own else 'no sample'}")
+        if self.losses is not None:
+            weights = self.checkpoint or "`setup`, because no checkpoint before the step is left"
+            lines += ["", f"loss of each sample by itself, with the weights of {weights}:", ""]
+            rows = [[f"{each.loss:.6g}", str(each.sample), str(each.rank)] for each in self.losses[:_MOST_SAMPLES]]
+            lines += _table(["loss", "sample", "rank"], rows)
+            if len(self.losses) > _MOST_SAMPLES:
+                lines.append(f"  ({len(self.losses) - _MOST_SAMPLES} more are lower)")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class JumpsFound:
+    """The steps at which the loss of a run left its range.
+
+    Attributes:
+        jumps: The jumps, with numbers of steps: `first`, `last`, `highest`, `usual`, `limit`.
+        num_steps: How many steps have a loss.
+    """
+
+    jumps: tuple[Jump, ...]
+    num_steps: int
+
+    def __str__(self) -> str:
+        """Return all of it as text."""
+        if not self.jumps:
+            return f"no jumps in {self.num_steps} steps"
+        rows = [
+            [
+                str(each.first),
+                str(each.last) if each.last > each.first else "",
+                f"{each.highest:.6g}",
+                f"{each.usual:.4g}",
+                f"{each.limit:.4g}",
+            ]
+            for each in self.jumps
+        ]
+        table = _table(["step", "until", "highest loss", "usual", "limit"], rows)
+        return "\n".join([*table, "", f"{len(self.jumps)} of {self.num_steps} steps begin a jump"])
+
+
+def why(
+    run: str | os.PathLike[str] | History,
+    step: int,
+    *,
+    program: Any = None,
+    recompute: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> Why:
+    """Return what is known about a step of a run: its loss beside those around it, and the samples of each rank.
+
+    Args:
+        run: The folder of the run, or its history.
+        step: Number of the step, from 1, as in `metrics.steps.csv` and `global_step`.
+        program: The operator class of the run, or where it stands, such as "train.py:MyOperator". Needed for the rows
+            of a stream, for the order of your own sampler, and with `recompute`. Its `setup` runs in this process.
+        recompute: True to compute the loss of each sample by itself, in evaluation mode, with the weights of the
+            nearest checkpoint before the step.
+        config: Entries of the config that are not in the journal: objects and secrets.
+
+    Raises:
+        FileNotFoundError: The run has no journal.
+        ValueError: The run has no such step, the journal is damaged, or the program is not that of the run.
+    """
+    journal = journal_of(run)
+    record, leg = journal.check_step(step), journal.leg_of(step)
+    losses: tuple[SampleLoss, ...] | None = None
+    obstacle, checkpoint, samples = None, None, None
+    if recompute and program is None:
+        raise ValueError("`recompute` needs the program of the run: pass `--program train.py:MyOperator`.")
+    if recompute:
+        found, of_step, checkpoint = recomputed(journal, step, Program(program, config))
+        losses, samples = tuple(found), of_step.by_rank
+    else:
+        try:
+            samples = samples_of(journal, step).by_rank
+        except NeedsProgramError as error:
+            obstacle = str(error)
+            if program is not None:
+                with Program(program, config).trainer(journal, leg) as trainer:
+                    samples = samples_of(journal, step, data_of(trainer)).by_rank
+        except ValueError as error:
+            obstacle = str(error)
+    around = tuple(_around(journal, step))
+    return Why(record, around, leg.epoch, leg.entry["num_workers"], samples, obstacle, losses, checkpoint)
+
+
+def find_jumps(run: str | os.PathLike[str] | History) -> JumpsFound:
+    """Return the steps at which the loss of a run left its range. `docs/replay.md` has the rule.
+
+    Args:
+        run: The folder of the run, or its history.
+
+    Raises:
+        FileNotFoundError: The run has no journal.
+        ValueError: The journal is damaged, or its steps have no loss.
+    """
+    journal = journal_of(run)
+    places = np.flatnonzero(journal.steps["weight"] > 0)
+    if not len(places):
+        raise ValueError("The journal has no losses: no step reported a metric with `loss` in its name.")
+    found = jumps.find_jumps(journal.steps["loss"][places].tolist())
+    numbers = (places + 1).tolist()
+    by_step = (Jump(numbers[each.first], numbers[each.last], each.highest, each.usual, each.limit) for each in found)
+    return JumpsFound(tuple(by_step), len(numbers))
+
+
+def journal_of(run: str | os.PathLike[str] | History) -> Journal:
+    """Return the journal of a run.
+
+    Raises:
+        FileNotFoundError: The run has no journal.
+        ValueError: The journal is damaged.
+    """
+    if isinstance(run, History):
+        if run.journal is None:
+            raise FileNotFoundError(
+                "the run of this history has no journal: pass `folder=...` to `fit`. A history that was read from "
+                "JSON does not know it: pass the folder of the run."
+            )
+        return Journal(run.journal)
+    return Journal(os.fspath(run))
+
+
+def _around(journal: Journal, step: int) -> Sequence[StepRecord]:
+    numbers = journal.numbers()
+    place = numbers.index(step)
+    near = numbers[max(0, place - _AROUND) : place + _AROUND + 1]
+    return [found for number in near if (found := journal.step(number)) is not None]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return [f"  {'  '.join(map(str.rjust, row, widths))}".rstrip() for row in [head, *rows]]

@@ -1,0 +1,275 @@
+"""`replay`: trains a part of a run again in one process, and compares each step with the journal of the run."""
+
+from __future__ import annotations
+
+import os
+import pdb
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.core.history.history import History
+from raysgd.journal.journal import Journal, Leg
+from raysgd.replay.program import Program, batch_options_for
+from raysgd.replay.questions import journal_of
+from raysgd.replay.sample_losses import data_of, nearest_checkpoint, whole_batch
+from raysgd.replay.samples import samples_of
+from raysgd.torch.objects import rng
+from raysgd.torch.torch_trainer import TorchTrainer
+
+TOLERANCE = 1e-3
+"""Largest relative difference of a loss that rounding explains, if the run had no `deterministic=True`."""
+_SAME_DATA = ("kind", "order", "seed", "num_samples", "batch_size", "drop_last", "stream")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay found.
+
+    Attributes:
+        step: The step up to which it trained.
+        begin: The step after which it began.
+        checkpoint: The checkpoint that it began with; None for the beginning of the run.
+        is_exact: True if each loss and norm has the bits that the journal of the run has.
+        difference: The largest relative difference of a loss to that in the journal.
+        first_different: The first step whose loss or norm has other bits; None if there is none.
+        tolerance: Largest difference that is explained by rounding; 0 with `deterministic=True`.
+        incomplete: Steps that were not compared, because a lost worker took its part of the mean with it.
+        state: The state after the step, as from `trainer.state_dict()`.
+    """
+
+    step: int
+    begin: int
+    checkpoint: str | None
+    is_exact: bool
+    difference: float
+    first_different: int | None
+    tolerance: float
+    incomplete: tuple[int, ...]
+    state: Mapping[str, Any]
+
+    @property
+    def is_same(self) -> bool:
+        """True if the replay did what the run did."""
+        return self.is_exact or self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        """Return what was found as text."""
+        begin = f"from {self.checkpoint}" if self.checkpoint else "from the beginning of the run"
+        lines = [f"replayed steps {self.begin + 1} to {self.step}, {begin}"]
+        if self.is_exact:
+            lines.append("each loss has the bits that the run had")
+        elif self.is_same:
+            lines.append(
+                f"the largest difference of a loss is {self.difference:.2g} of it, which rounding explains (up to "
+                f"{self.tolerance:g}); `deterministic=True` keeps the bits"
+            )
+        else:
+            lines.append(
+                f"the replay is not the run: step {self.first_different} is the first that differs, and the largest "
+                f"difference of a loss is {self.difference:.2g} of it (allowed: {self.tolerance:g})"
+            )
+        if self.incomplete:
+            lines.append(f"not compared, because a lost worker had a part: {', '.join(map(str, self.incomplete))}")
+        return "\n".join(lines)
+
+
+class _ReachedStep(BaseException):
+    """Ends a replay at its step. No exception handler of a program takes it by accident."""
+
+
+class _StopAfter(Callback):
+    """Ends the run after a step, with the state at it."""
+
+    _pauses = True
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.state: Mapping[str, Any] | None = None
+
+    def _pause_at(self, global_step: int) -> int | None:
+        return self._step if global_step < self._step else None
+
+    def _on_pause(self, run: Run, global_step: int) -> None:
+        if global_step >= self._step:
+            assert run.trainer is not None, "class-based trainers call it"
+            self.state = run.trainer.state_dict()
+            raise _ReachedStep
+
+
+class _Debugging(WorkerCallback):
+    """Stops before `train_batch` of a step."""
+
+    def __init__(self, begin: int, step: int, load: Callable[[], Any]) -> None:
+        self._steps, self._load = range(begin, step), load
+        self._wrapped: Any = None
+
+    def __deepcopy__(self, memo: Any) -> _Debugging:
+        return self  # the replay runs in this process, which has the debugger
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerCallback, ()  # other processes have no debugger
+
+    def on_begin(self, operator: Any) -> None:
+        if self._wrapped is operator:
+            return
+        self._wrapped, method, load = operator, operator.train_batch, self._load
+
+        @wraps(method)
+        def train_batch(batch: Any, batch_info: dict[str, Any]) -> Any:
+            if operator.global_step in self._steps:
+                self._steps = range(0)  # once
+                drawn = rng.capture()
+                _stop(operator, batch, batch_info, load())
+                rng.restore(drawn)
+            return method(batch, batch_info)
+
+        operator.train_batch = train_batch
+
+
+def _stop(operator: Any, batch: Any, batch_info: dict[str, Any], global_batch: Any) -> None:
+    """Stop in the debugger, with the arguments as names. `batch` is the first part that `train_batch` takes."""
+    debugger = pdb.Pdb(stdin=sys.stdin, stdout=sys.stdout)
+    debugger.set_trace(sys._getframe())
+    pass  # here: `operator`, `batch`, `batch_info`, `global_batch`
+
+
+def replay(
+    run: str | os.PathLike[str] | History,
+    step: int,
+    *,
+    program: Any,
+    config: Mapping[str, Any] | None = None,
+    debug: bool = False,
+    worker_callbacks: tuple[WorkerCallback, ...] = (),
+    begin: int | None = None,
+) -> Replayed:
+    """Train a part of a run again in this process, from the nearest checkpoint before a step up to the step.
+
+    Args:
+        run: The folder of the run, or its history.
+        step: Number of the step, from 1.
+        program: The operator class of the run, or where it stands, such as "train.py:MyOperator".
+        config: Entries of the config that are not in the journal: objects and secrets.
+        debug: True to stop in `pdb` before `train_batch` of the step.
+        worker_callbacks: Called around each step of the replay.
+        begin: Number of the latest step to begin after; by default, the nearest checkpoint is used.
+
+    Returns:
+        What was found, and the state after the step.
+
+    Raises:
+        FileNotFoundError: The run has no journal.
+        ValueError: The run has no such step, or one process cannot take its steps; the message names the reason.
+    """
+    journal = journal_of(run)
+    journal.check_step(step)
+    checkpoint = nearest_checkpoint(journal, step if begin is None else begin + 1)
+    start = 0 if checkpoint is None else checkpoint[0]
+    legs = [each for each in journal.legs if each.until > start and each.after < step]
+    _check_legs(journal, legs, checkpoint)
+    last, chosen = legs[-1], Program(program, config)
+    with chosen.trainer(journal, legs[0]) as trainer, tempfile.TemporaryDirectory(prefix="raysgd-") as temporary:
+        stopping = _StopAfter(step)
+        callbacks: list[Any] = [stopping, *worker_callbacks]
+        if debug:
+            samples = samples_of(journal, step, data_of(trainer))
+            load = lambda: whole_batch(data_of(trainer), samples)  # noqa: E731
+            callbacks.append(_Debugging(journal.begin_of(step), step, load))
+        _train(trainer, last, checkpoint, temporary, callbacks)
+        assert stopping.state is not None, "the run reached the step"
+        return _compared(journal, Journal(temporary), start, step, checkpoint, stopping.state)
+
+
+def _train(
+    trainer: TorchTrainer, leg: Leg, checkpoint: tuple[int, str] | None, folder: str, callbacks: list[Any]
+) -> None:
+    options: dict[str, Any] = {"validation_freq": leg.run["validation_freq"], "log_every_n_steps": 0}
+    if checkpoint is not None:
+        options["resume_from"] = checkpoint[1]
+    try:
+        trainer.fit(leg.run["epochs"], folder=folder, callbacks=callbacks, progress=False, **options)
+    except _ReachedStep:
+        return
+    raise ValueError("the program ended its run before the step: it is not the program of the run.")
+
+
+def _check_legs(journal: Journal, legs: list[Leg], checkpoint: tuple[int, str] | None) -> None:
+    """Refuse steps that one process cannot take, by name.
+
+    Raises:
+        ValueError: There are such steps.
+    """
+    first = legs[0]
+    for leg in legs:
+        if leg.entry["is_of_call"] or leg.run["has_dataset"]:
+            raise ValueError("the run trained on the `dataset` of `fit`, which is not part of the program.")
+        if leg.entry["obstacle"] is not None:
+            raise ValueError(f"the run cannot be replayed: {leg.entry['obstacle']}.")
+        if batch_options_for(leg) != batch_options_for(first):
+            raise ValueError(
+                f"the run went from {first.entry['num_workers']} to {leg.entry['num_workers']} workers after step "
+                f"{leg.after}, which changed its global batch: replay a step before that, or after a checkpoint that "
+                "follows. With `split_batches=True` the global batch stays."
+            )
+    if checkpoint is None and first.after > 0:
+        raise ValueError(
+            f"the journal begins after step {first.after}, and no checkpoint before the step is left. "
+            "`Checkpointing(keep_last=None)` keeps all."
+        )
+
+
+def _compared(
+    journal: Journal,
+    replayed: Journal,
+    begin: int,
+    step: int,
+    checkpoint: tuple[int, str] | None,
+    state: Mapping[str, Any],
+) -> Replayed:
+    """Compare the steps of a replay with those of the run.
+
+    Raises:
+        ValueError: The replay trained on other data.
+    """
+    numbers = [number for number in journal.numbers() if begin < number <= step]
+    is_deterministic = journal.leg_of(step).run["options"]["batch_options"]["deterministic"]
+    difference, first, incomplete = 0.0, None, list[int]()
+    for number in numbers:
+        _check_data(journal, replayed, number)
+        then, now = journal.check_step(number), replayed.step(number)
+        if now is None:
+            raise ValueError(f"the replay took no step {number}: the program is not that of the run.")
+        if then.weight != now.weight:
+            incomplete.append(number)
+            continue
+        norms_differ = then.norm is not None and now.norm is not None and then.norm != now.norm
+        if _bits(then.loss) == _bits(now.loss) and not norms_differ:
+            continue
+        first = number if first is None else first
+        gap = abs(then.loss - now.loss) / max(abs(then.loss), 1e-12)
+        difference = max(difference, gap if gap == gap else float("inf"))
+    place = None if checkpoint is None else checkpoint[1]
+    tolerance = 0.0 if is_deterministic else TOLERANCE
+    return Replayed(step, begin, place, first is None, difference, first, tolerance, tuple(incomplete), state)
+
+
+def _check_data(journal: Journal, replayed: Journal, number: int) -> None:
+    then, now = journal.leg_of(number), replayed.leg_of(number)
+    for name in _SAME_DATA:
+        before, after = then.entry["data"].get(name), now.entry["data"].get(name)
+        if before != after and not (name == "batch_size" and then.entry["data"].get("rule") is None):
+            advice = " Pass the `seed` of the run to its trainer." if name == "seed" else ""
+            raise ValueError(
+                f"the replay trains on other data than the run: {name} {after!r} instead of {before!r}.{advice} "
+                "The file of a checkpoint holds the seed; without one, the run needs `seed=` to be repeated."
+            )
+
+
+def _bits(loss: float) -> str:
+    return "nan" if loss != loss else loss.hex()

@@ -1,0 +1,184 @@
+"""The samples of a step: which rank had which. Computed from the journal, and from the data where that is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from raysgd.core.arrays.division import Division
+from raysgd.journal.journal import Journal, Leg
+from raysgd.streams.global_reader import GlobalReader
+from raysgd.streams.lane_reader import StreamPass, StreamPosition
+from raysgd.streams.lanes import LanePosition, LaneSlice
+from raysgd.streams.loaders import BatchMaker
+from raysgd.streams.source import StreamData
+from raysgd.torch.data.batch_sampler import GlobalBatchRule, PassPlan
+from raysgd.torch.data.sample_order import (
+    Indices,
+    JoinedBatches,
+    SampleOrder,
+    SequentialOrder,
+    ShuffledOrder,
+)
+from raysgd.torch.data.sampling import ShardedLoader
+
+
+class NeedsProgramError(ValueError):
+    """The samples depend on what only the program knows: the user's own sampler, or the files of a stream."""
+
+
+class StreamRow(NamedTuple):
+    """A row of a stream.
+
+    Attributes:
+        shard: Name of the shard, such as the path of a file.
+        row: Number of the row in it, from 0.
+    """
+
+    shard: str
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.shard}:{self.row}"
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of a step.
+
+    Attributes:
+        by_rank: For each rank, the samples in the order in which it had them: indices of the dataset, or `StreamRow`.
+        rows: The rows of a stream themselves, by rank; empty for a dataset.
+    """
+
+    by_rank: tuple[tuple[Any, ...], ...]
+    rows: tuple[tuple[Any, ...], ...] = ()
+
+
+def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
+    """Return the samples of a step.
+
+    Args:
+        journal: The journal of the run.
+        step: Number of the step.
+        data: The registered train data of the program; None if there is no program.
+
+    Raises:
+        NeedsProgramError: The samples cannot be found without `data`.
+        ValueError: The samples cannot be found, or `data` are not those of the run.
+    """
+    leg, begin = journal.leg_of(step), journal.begin_of(step)
+    layout = leg.entry["data"]
+    if leg.entry["is_of_call"] and data is not None:
+        raise ValueError("the run trained on the `dataset` of `fit`, and the program registers other data.")
+    batches = range(begin - leg.after, step - leg.after)  # numbers of the step's global batches in the leg
+    if layout["kind"] == "loader":
+        return _of_loader(leg, batches, _order_of(layout, data))
+    if layout["kind"] == "stream":
+        if not isinstance(data, StreamData):
+            raise NeedsProgramError("the rows of a stream stand in its files: pass `--program`, which registers it.")
+        return _of_stream(leg, batches, data)
+    raise ValueError(
+        f"the library did not divide the train data, a `{layout.get('name')}`, so it does not know which samples a "
+        "step had."
+    )
+
+
+def range_of(journal: Journal, step: int) -> tuple[Any, ...]:
+    """Return what the samples of a step follow from: the data, the pass, and the place in it. Draws no order."""
+    leg, begin = journal.leg_of(step), journal.begin_of(step)
+    entry, layout = leg.entry, leg.entry["data"]
+    data = tuple(str(layout.get(name)) for name in ("kind", "order", "seed", "num_samples", "stream", "name"))
+    first, after = begin - leg.after, step - leg.after
+    if layout.get("is_of_batches"):
+        return *data, entry["pass"], entry["consumed"], first, after
+    if layout["kind"] == "loader":
+        plan = plan_of(leg, range(layout["num_samples"]))
+        return *data, entry["pass"], *(plan.consumed_after(min(each, plan.num_steps)) for each in (first, after))
+    size = layout.get("batch_size") or 1
+    return *data, entry["pass"], entry["consumed"] + first * size, entry["consumed"] + after * size
+
+
+def _order_of(layout: Mapping[str, Any], data: Any) -> SampleOrder:
+    if isinstance(data, ShardedLoader):
+        order, then, now = data.sampler.order, layout["order"], data.sampler.order.name
+        if (then, layout["num_samples"]) != (now, data.num_samples):
+            raise ValueError(
+                f"the program registers other data than the run had: {data.num_samples} samples, {now}, and not "
+                f"{layout['num_samples']}, {then}."
+            )
+        return order
+    if layout["order"] == SequentialOrder.name:
+        return SequentialOrder(layout["num_samples"])
+    if layout["order"] == ShuffledOrder.name:
+        return ShuffledOrder(layout["num_samples"])
+    raise NeedsProgramError(f"the order comes from your own {layout['order']}: pass `--program`, which makes it.")
+
+
+def plan_of(leg: Leg, indices: Indices) -> PassPlan:
+    """Return how a leg divided the rest of its pass."""
+    entry, layout = leg.entry, leg.entry["data"]
+    size, num_workers = layout["batch_size"], entry["num_workers"]
+    bounds = indices.bounds if isinstance(indices, JoinedBatches) else None
+    if layout["rule"] is None:
+        division: Any = Division(size * num_workers, num_workers, cap=size)
+    else:
+        largest = indices.largest if isinstance(indices, JoinedBatches) else size
+        division = GlobalBatchRule(**layout["rule"]).division(largest, num_workers)
+    return PassPlan(len(indices), entry["consumed"], division, layout["drop_last"], pad=True, bounds=bounds)
+
+
+def _of_loader(leg: Leg, batches: range, order: SampleOrder) -> StepSamples:
+    indices = order.indices(leg.entry["data"]["seed"], leg.entry["pass"])
+    plan, by_rank = plan_of(leg, indices), list[tuple[Any, ...]]()
+    for rank in range(leg.entry["num_workers"]):
+        shares = [share for number in batches for share in plan.shares_of_step(number, rank) if share.num_samples]
+        found = [indices[share.start : share.stop] for share in shares]
+        by_rank.append(tuple(each for part in found for each in _plain(part)))
+    return StepSamples(tuple(by_rank))
+
+
+def _plain(indices: Any) -> list[Any]:
+    return indices.tolist() if hasattr(indices, "tolist") else list(indices)
+
+
+class _NamedRows(BatchMaker):
+    """Reads rows with their places, in batches that are lists."""
+
+    def _batch(self, wanted: Sequence[LaneSlice]) -> Any:
+        steps = self._pass.last_steps
+        return [(StreamRow(shard, number), steps(row, shard, number)) for shard, number, row in self.rows(wanted)]
+
+
+def _of_stream(leg: Leg, batches: range, data: StreamData) -> StepSamples:
+    entry, layout = leg.entry, leg.entry["data"]
+    position = {"consumed": entry["consumed"], "is_mid_pass": True, **layout}
+    data.check_position(position)
+    of_pass, num_workers = data.open_pass(entry["pass"], layout["seed"]), entry["num_workers"]
+    num_skipped, begin = batches.start, _begin_of(entry, layout)
+    if of_pass.is_known:  # then the position follows from the number of rows
+        begin, num_skipped = StreamPosition(entry["consumed"] + batches.start * data.batch_size), 0
+    by_rank: list[list[Any]] = [[] for _ in range(num_workers)]
+    for number, rows in enumerate(_global_batches(of_pass, begin, data.batch_size)):
+        if number >= num_skipped:
+            shares = data.divide(data.batch_size, num_workers)
+            for rank, own in enumerate(by_rank):
+                own += [row for start, stop, _ in shares.parts(len(rows), rank) for row in rows[start:stop]]
+        if number + 1 == num_skipped + len(batches):
+            break
+    places = tuple(tuple(place for place, _ in own) for own in by_rank)
+    return StepSamples(places, tuple(tuple(row for _, row in own) for own in by_rank))
+
+
+def _begin_of(entry: Mapping[str, Any], layout: Mapping[str, Any]) -> StreamPosition:
+    lanes = layout["lanes"]
+    places = None if lanes is None else tuple(LanePosition(*lane) for lane in lanes)
+    return StreamPosition(entry["consumed"], layout["turn"], places)
+
+
+def _global_batches(of_pass: StreamPass, begin: StreamPosition, size: int) -> Iterator[list[Any]]:
+    """Yield the rows of each global batch. They come in the same order for any number of workers."""
+    watched, shares = range(of_pass.num_lanes), Division(size, 1)
+    reader = GlobalReader(of_pass, shares, 0, begin, watched, lambda: _NamedRows(of_pass, watched, list))
+    return (batch.batch for batch in reader)
