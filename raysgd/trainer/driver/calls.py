@@ -39,6 +39,8 @@ from raysgd.trainer.messages.weight_sums import ComparisonPace
 
 logger = logging.getLogger(__name__)
 
+_OPEN_STEPS_S = 10.0  # the workers are idle at a save, but the machine may be busy
+
 Validation = Callable[[Callable[[], None]], list[EpochAnswer]]
 """Function that validates. Its argument is called while it waits."""
 
@@ -160,9 +162,13 @@ class StepListener:
         group = self._controller.ensure_group()
         asked = [group.fetch(rank, open_steps) for rank in range(len(group))]
         try:
-            return tuple(each.result(1.0) for each in asked)
-        except Exception as error:  # the next mean then covers fewer steps
-            logger.debug("no news of the last steps: %s", error)
+            return tuple(each.result(_OPEN_STEPS_S) for each in asked)
+        except Exception as error:
+            logger.warning(
+                "the checkpoint lacks the metrics of the steps since the last log line, so the next one after a resume "
+                "covers fewer steps: %s",
+                error,
+            )
             return ()
 
     def _ask(self, is_done: bool) -> None:
