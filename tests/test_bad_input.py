@@ -471,7 +471,7 @@ def test_options_of_operators_are_refused_by_name_elsewhere(row: Row) -> None:
         ("monitor", 'Checkpointing("checkpoints", metric="val_loss"', "restore_best_at_end=True", '"val_loss", "min"'),
         ("save_top_k", "keep_last=2", "keep_last=2", "CheckpointConfig(num_to_keep=2)"),
         ("warmup_ratio", 'scheduler_step_freq="batch"', "schedules.CosineDecay(", "write it in the function"),
-        ("max_steps", "`trainer.train(num_steps=100)`", "`trainer.train(num_steps=100)`", "write it in the function"),
+        ("max_steps", "`trainer.fit(max_steps=1000)`", "`trainer.train(num_steps=100)`", "write it in the function"),
         ("devices", "`num_workers=4`", "`num_workers=4`", "`scaling_config=ScalingConfig(...)`"),
         ("learning_rate", 'config={"lr": 0.001}', "keras.optimizers.AdamW", "write it in the function"),
     ],

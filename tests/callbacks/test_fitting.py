@@ -443,7 +443,7 @@ class TestOtherCallsDuringARun:
             trainer.validate()
 
         trainer, plain = make_local(config={"lr": 0.01}), make_local(config={"lr": 0.01})
-        words = rf"in `{method}`: ValueError: .*loop: `trainer\.train\(num_steps=100\); trainer\.validate\(\)"
+        words = rf"in `{method}`: ValueError: .*pass `validate_every_n_steps=100` to `fit`"
         with pytest.raises(CallbackError, match=words):
             trainer.fit(2, callbacks=[Calls(method, try_all)], log_every_n_steps=1)
         assert not (tmp_path / "inside.pt").exists()

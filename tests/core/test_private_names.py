@@ -50,7 +50,7 @@ from tests.helpers.run_if import RunIf
 
 ROOT = Path(__file__).resolve().parents[2]
 
-DOCUMENTED = {"_fields", "_replace", "_asdict", "_exit", "_current_frames", "_repr_html_"}
+DOCUMENTED = {"_fields", "_replace", "_asdict", "_exit", "_current_frames", "_getframe", "_repr_html_"}
 """Names that the documentation of Python and IPython has."""
 OURS = {"self", "cls", "trainer", "_trainer", "replica"}
 """Variables with objects of raysgd, also where their classes are not imported."""

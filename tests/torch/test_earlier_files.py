@@ -47,7 +47,8 @@ def test_a_run_of_fit_resumes_with_its_history_and_the_states_of_callbacks(tmp_p
         saving, stopping = run_callbacks(folder)
         trainer.fit(2, callbacks=[saving, stopping], resume_from="auto")  # which is done already
         states = {"Checkpointing": saving.state_dict(), "EarlyStopping": stopping.state_dict()}
-        assert states == {each["name"]: each["state"] for each in beside["callbacks"]}
+        for each in beside["callbacks"]:
+            assert {name: states[each["name"]][name] for name in each["state"]} == each["state"]
         history = trainer.fit(4, callbacks=run_callbacks(folder), resume_from="auto")
         assert list(history[:2]) == beside["history"]["rows"]
         assert len(history) == 4
