@@ -4,7 +4,7 @@ Write training code for a single process and choose a number of workers. You get
 would compute with the same global batch. If a worker dies, no finished training is lost. The group continues with the
 remaining workers, and grows again when resources are available.
 
-Ray places processes on machines. The framework handles models, gradients and their all-reduce. Importing `raysgd` loads
+Ray places processes on machines. The framework handles models, gradients and communication. Importing `raysgd` loads
 neither Ray nor a framework; each public name imports what it needs on first use.
 """
 

@@ -117,7 +117,7 @@ class UnknownTrainerError(RaySGDError, LookupError):
 class ReservationTimeoutError(RaySGDError, TimeoutError):
     """The cluster did not allocate the workers' resources in time.
 
-    The message lists the requested and the available resources.
+    The message lists the requested resources and the cluster's resources.
     """
 
 
@@ -160,14 +160,16 @@ class TrainingWorkerError(RaySGDError, RuntimeError):
 
 
 class CallbackError(RaySGDError, RuntimeError):
-    """A callback failed during `fit()`.
+    """A callback failed during a run, such as `fit`.
 
     The message names the callback and its method. `__cause__` is the original exception.
     """
 
 
 class Preempted(SystemExit):  # not an error, so the name does not end with `Error`
-    """A signal asked the program to end, so the run stopped at a step and was saved. The exit status is 128 + signal.
+    """A signal asked the program to end, so the run stopped at a step, and was saved if possible.
+
+    The exit status is 128 + `signal`.
 
     Attributes:
         signal: The number of the signal.
@@ -183,7 +185,7 @@ class Preempted(SystemExit):  # not an error, so the name does not end with `Err
 
 
 class StepMismatchError(RaySGDError, RuntimeError):
-    """The training functions on different workers did not report or save at the same steps."""
+    """Training functions on different workers reported, saved or called collectives at different steps."""
 
 
 class MissingTuneError(ImportError, ValueError, RuntimeError):
@@ -195,7 +197,7 @@ class MissingFrameworkError(ModuleNotFoundError, ValueError):
 
 
 class SessionMisuseError(RaySGDError, RuntimeError):
-    """A session function was called in a run that does not support it, for example a function of Ray in `fit`."""
+    """A session function was called in a type of run that does not support it, for example Ray's `report` in `fit`."""
 
 
 class TrainingFailedError(RaySGDError, RuntimeError):

@@ -350,7 +350,7 @@ def _while_there_is_a_reader() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lines_above(stream: Any) -> Iterator[None]:
-    """Print lines that are printed or logged inside the block above the tqdm bar on a terminal."""
+    """Inside the block, show printed and logged lines above the tqdm bar on a terminal."""
     wrapper = require("tqdm.contrib", extra="progress").DummyTqdmFile
     with contextlib.ExitStack() as stack:
         for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):

@@ -125,7 +125,7 @@ def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
     """Return everything that the page shows about a run, except its history, as plain data."""
     trainer = run.trainer
     about: dict[str, Any] = {"raysgd": __version__, "Python": platform.python_version()}
-    for name in _PACKAGES:  # packages that are not imported have no version here
+    for name in _PACKAGES:  # only those that the program has imported
         about[name] = getattr(sys.modules.get(name), "__version__", None)
     about |= {"system": platform.platform(), "host": platform.node()}
     if trainer is not None:

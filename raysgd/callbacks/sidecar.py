@@ -1,4 +1,4 @@
-"""The sidecar file of a checkpoint of `Run.save`: the run's history and the states of its callbacks.
+"""The sidecar file that `Run.save` writes beside a checkpoint: the run's history and the states of its callbacks.
 
 In a long run, the history is large, and most of it was already saved with earlier checkpoints. Therefore it is split
 into parts, and each part is written only once, to a separate file in the folder of the checkpoints. The sidecar lists

@@ -15,10 +15,10 @@ _LIBRARIES = ("torch", "horovod", "raysgd")
 
 
 class WorkerCallback:
-    """Base class for callbacks in the workers of a `TorchTrainer`. The methods do nothing by default; override any.
+    """Base class for callbacks in the workers of a `TorchTrainer`.
 
-    Each worker receives a copy, so the callback must be picklable. A change to the model must be the same on all
-    workers, and all workers must take part in each collective.
+    The methods do nothing by default; override those you need. Each worker receives a copy, so the callback must be
+    picklable. A change to the model must be the same on all workers, and all workers must take part in each collective.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:

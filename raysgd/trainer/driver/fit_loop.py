@@ -387,7 +387,7 @@ class FitRun:
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
-        """After the block, let the controller replace lost workers again, and record an unfinished epoch."""
+        """After the block, let the controller replace lost workers again, and store any unfinished epoch."""
         self._leaving.begin()
         try:
             yield
@@ -478,7 +478,7 @@ class FitRun:
         try:
             return self._epoch()
         except (WorkersLostError, CallbackError) as error:
-            lost = error.__cause__ if isinstance(error, CallbackError) else error  # from its save
+            lost = error.__cause__ if isinstance(error, CallbackError) else error  # a callback's save may have failed
             if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
             self._is_lost, self._begun = True, None
@@ -778,7 +778,7 @@ class FitRun:
         return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
 
     def _note_progress(self) -> None:
-        """Store the run's progress, in a detached trainer."""
+        """Store the run's progress if this is a detached trainer."""
         run, note = self._run, self._trainer.note_progress
         if note is not None:
             step = None if self._pauses is None else self._global_step()

@@ -437,9 +437,9 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         The arguments and the result are the same as for `train`, except that the result has no `epoch`. With the
         creator functions of `TFTrainer`, the result has `validation_<name>` for each metric of the model.
 
-        With `blocking=False`, one of the trainer's `spare_workers` validates the weights and the config as they are at
-        the time of the call, even if later calls change them. Training waits only until the state is copied. Without
-        spares, the training workers also validate, and the next call waits for them.
+        With `blocking=False`, one of the trainer's `spare_workers` validates the weights and the config that earlier
+        calls produced, even if later calls change them. Training waits only until the state is copied. Without spares,
+        the training workers also validate, and the next call waits for them.
 
         Raises:
             NoDataError: There is no validation data.
@@ -841,9 +841,9 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def update_config(self, **changes: Any) -> None:
         """Change entries of the config in the running operators, which keep their state.
 
-        The new values are set in each operator's `config`, and then its `config_changed` is called. The default
-        `config_changed` of `TorchTrainer` operators sets the optimizers' learning rate to a changed `lr`. Workers that
-        start later run `setup` with the old config and then `config_changed`, as the running workers did.
+        The new values are set in each operator's `config`, and then its `config_changed` is called. With
+        `TorchTrainer`, learning rates that equaled `config["lr"]` after `setup` then follow the new value by default.
+        Workers that start later run `setup` with the old config and then `config_changed`, as the running workers did.
 
         Args:
             **changes: New values by name. The config must already have these names.
@@ -859,7 +859,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             with _naming_config_entries(settings.config):
                 options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
                 answers = self._on_all(self._runner_cls.change_config, self._settings_to_send(settings), **options)
-            self._take_settings(settings)  # only now: workers that start during the call get it from the call
+            self._take_settings(settings)  # only now: the call itself reaches workers that start meanwhile
             self._calls.sharing.follow(settings.config)
         if answers[0]:
             logger.warning(

@@ -32,7 +32,7 @@ class EpochRequest:
         redraw: Called by a replica in the driver between steps, about ten times a second, to show progress.
         starts_over: True to start an evaluation from the first batch, wherever the last call stopped.
         compares_ranks: True to return checksums of the weights.
-        call: Number of the training call. A replica continues unfinished work only if it belongs to the same number.
+        call: Number of the training call. A replica continues unfinished work only in the call that began it.
         attempt: Number of the attempt at the call, starting at 1. Each group that trains in the call makes one attempt.
         hold_at: Number of batches after which all ranks pause a training call; None for no pause.
         is_inside: True for a validation inside an epoch. It must not affect the random numbers and metrics of the rest
