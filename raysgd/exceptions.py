@@ -166,7 +166,7 @@ class CallbackError(RaySGDError, RuntimeError):
     """
 
 
-class Preempted(SystemExit):  # not an error, so the name does not end with `Error`
+class Preempted(SystemExit):  # a requested exit, so its name does not end with `Error`
     """A signal asked the program to end, so the run stopped at a step, and was saved if possible.
 
     The exit status is 128 + `signal`.

@@ -38,7 +38,7 @@ class MetricsLogger(Callback):
         self._sink.write(result, run.epoch)
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """Write the step metrics under `steps/`, apart from the results of epochs, whose x-axis is the epoch."""
+        """Write step metrics with the prefix `steps/`, because the x-axis of all other metrics is the epoch."""
         self._sink.write({f"steps/{name}": value for name, value in metrics.items()}, step)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class MetricsLogger(Callback):
 
 
 class _FileLogger(MetricsLogger):
-    """Writes one file for epochs and one for steps.
+    """Writes a file for epochs and a file for steps.
 
     A resumed run retains the rows up to its checkpoint. Any other run overwrites the files.
     """
