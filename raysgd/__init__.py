@@ -1,11 +1,11 @@
 """Class-based, fault-tolerant training of PyTorch and TensorFlow models on Ray.
 
-Write the training of one process, choose a number of workers, and get the metrics and steps that one process would
-compute with the same global batch. If a worker dies, no finished training is lost. The group continues with the other
-workers, and grows again when there is room.
+Write training code for a single process and choose a number of workers. You get the metrics and steps that one process
+would compute with the same global batch. If a worker dies, no finished training is lost. The group continues with the
+remaining workers, and grows again when resources are available.
 
-Ray places processes on machines. Models, gradients and their exchange belong to the framework. Importing `raysgd` loads
-neither Ray nor a framework; each public name loads what it needs when it is first used.
+Ray places processes on machines. The framework handles models, gradients and communication. Importing `raysgd` loads
+neither Ray nor a framework; each public name imports what it needs on first use.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ log_lines.install()
 
 
 def _check_place() -> None:
-    """Refuse a checkout without its link to `operators`, as in archives and on Windows. Warn on systems but Linux.
+    """Check that the `operators` symlink exists, which archives and Windows checkouts lack. Warn if not on Linux.
 
     Raises:
         ImportError: The link is missing, and the operators are not installed elsewhere.
@@ -109,7 +109,7 @@ _check_place()
 
 
 def _take_over_aliases() -> None:
-    """Install the old library's import paths in a worker, if its program uses them."""
+    """Install the import paths of the old library in a worker whose program uses them."""
     from raysgd.compat import aliases
 
     aliases.install()
@@ -120,7 +120,7 @@ if "RAYSGD_COMPAT" in os.environ:
 
 
 def PyTorchTrainer(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse to run, because this is the former name of `TorchTrainer`.
+    """Former name of `TorchTrainer`. Always raises.
 
     Raises:
         DeprecationWarning: Always.

@@ -1,10 +1,10 @@
-"""Every exception that raysgd raises on purpose.
+"""The exception classes that raysgd defines.
 
-* Wrong arguments raise a plain ``ValueError`` or ``TypeError`` if one class is enough. The classes here exist where a
-  caller may expect two classes at once, or needs to distinguish kinds of failures.
-* All of them can be pickled with their message; a `WorkerError` also with its faults, and thus with its cause.
+* An invalid argument raises a plain ``ValueError`` or ``TypeError`` where one class is enough. The classes here exist
+  for errors that callers catch under two built-in classes, and for failures that callers need to distinguish.
+* All exceptions can be pickled with their message. A `WorkerError` is pickled with its faults, and thus its cause.
 
-ADR 7 explains why some errors have two classes.
+ADR 7 explains why some errors derive from two built-in classes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 
 class RaySGDError(Exception):
-    """Base class of errors that only raysgd raises."""
+    """Base class of errors that are specific to raysgd."""
 
 
 class OnFailure:
-    """A block with a cleanup that runs only if the block fails, even by Ctrl-C. The failure is raised again afterwards.
+    """Context manager that runs a cleanup only if its block raises, even on Ctrl-C. The exception then propagates.
 
     Args:
-        undo: The cleanup.
-        told: A cleanup that takes the exception.
+        undo: Cleanup function without arguments.
+        told: Cleanup function that takes the exception.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class OnFailure:
 
 @contextmanager
 def failure_logged(log: Callable[..., None], words: str, *args: Any) -> Iterator[None]:
-    """A block whose exception is only logged, because what surrounds the block matters more.
+    """Log an exception of the block instead of raising it, for work whose failure must not stop the caller.
 
     Args:
-        log: The method of a logger for the right level.
+        log: The logger's method for the level, such as `logger.warning`.
         words: The log message, with placeholders for `args` and then for the exception.
         args: Values for the placeholders.
     """
@@ -61,82 +61,82 @@ def failure_logged(log: Callable[..., None], words: str, *args: Any) -> Iterator
 class InvalidCountError(ValueError, AssertionError):
     """A count such as `max_retries` is out of range.
 
-    The old library asserted such counts, so existing code catches ``AssertionError``. New code expects ``ValueError``.
+    The old library used ``assert`` here, so existing code catches ``AssertionError``. New code expects ``ValueError``.
     """
 
 
 class NotRegisteredError(RuntimeError, ValueError):
-    """The operator needs something (a loader, a model) that its `setup` did not register."""
+    """The operator needs an object, such as a loader or a model, that its `setup` did not register."""
 
 
 class NoDataError(NotRegisteredError):
-    """There is no data for training or validation. It was neither registered nor passed to the call."""
+    """Training or validation data is missing: it was neither registered nor passed to the call."""
 
 
 class InvalidRegistrationError(TypeError, ValueError, AssertionError):
-    """`register` got something of the wrong kind.
+    """An argument of `register` has the wrong type.
 
-    The old library asserted this. A wrong kind is a ``TypeError`` and, for many callers, a ``ValueError``.
+    The old library used ``assert`` here. A wrong type is a ``TypeError``, but many callers catch ``ValueError``.
     """
 
 
 class UnevenStepsError(RaySGDError, RuntimeError):
-    """The ranks of a synchronous epoch took different numbers of steps, or did different things in them."""
+    """Ranks took different numbers of steps in a synchronous epoch, or performed different operations in a step."""
 
 
 class RanksDifferError(RaySGDError, RuntimeError):
-    """The weights of models differ between workers, although the library keeps them equal. Never retried.
+    """Model weights that must be in sync differ between workers. The call is never retried.
 
     The message names the models, their parameters and the ranks. The next call starts from the last snapshot.
     """
 
 
 class IncompatibleModelError(RaySGDError, ValueError):
-    """A model, or the way it was compiled, does not work with the backend, or where it would be trained."""
+    """A model, or the way it was compiled, is incompatible with the backend or with the trainer's setup."""
 
 
 class UnpicklableError(RaySGDError, TypeError):
-    """Something cannot be sent to the workers because it cannot be pickled.
+    """An object cannot be sent to the workers because it cannot be pickled.
 
     Nothing was sent, and no worker was lost.
     """
 
 
 class TrainerShutdownError(RaySGDError, RuntimeError):
-    """A trainer was used after `shutdown` or after the end of its Ray session, or one of these ended a running call."""
+    """A trainer was used after it was shut down or its Ray session ended, or a running call was ended by either."""
 
 
 class TrainerLostError(RaySGDError, RuntimeError):
-    """A detached trainer has ended, its process has died, or it is not answering."""
+    """A detached trainer has ended, its process has died, or it does not respond."""
 
 
 class UnknownTrainerError(RaySGDError, LookupError):
-    """There is no detached trainer with this name. The message lists the existing ones."""
+    """No detached trainer has this name. The message lists the existing detached trainers."""
 
 
 class ReservationTimeoutError(RaySGDError, TimeoutError):
-    """The cluster did not grant the workers' resources in time.
+    """The cluster did not allocate the workers' resources in time.
 
-    The message lists the requested and existing resources.
+    The message lists the requested resources and the cluster's resources.
     """
 
 
 class WorkersLostError(RaySGDError, RuntimeError):
-    """Workers died, and the retries, or the attempts to start new ones, are used up."""
+    """Workers died, and no retries or attempts to start new workers are left."""
 
 
 class CheckpointCorruptedError(ValueError, RuntimeError):
-    """The file differs from what was written: it is cut short, altered, or not a checkpoint at all."""
+    """A checkpoint file is truncated or altered, or is not a checkpoint."""
 
 
 class UnsafeCheckpointError(ValueError):
-    """The file contains more than plain data, and was not declared trustworthy."""
+    """A checkpoint contains more than plain data, and the caller did not declare it trustworthy."""
 
 
 class StorageError(RaySGDError, OSError):
-    """A folder or file could not be reached, read or written. The message names it and the cause.
+    """A folder or file is unreachable, or could not be read or written. The message names it and the cause.
 
-    `errno` is that of the cause, if it has one.
+    `errno` is the cause's `errno`, if it has one.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ class StorageError(RaySGDError, OSError):
 
 
 class StreamError(RaySGDError, RuntimeError):
-    """A row of a stream cannot be read or prepared, or a shard has changed. The message names the shard and the row."""
+    """A stream's row cannot be read or prepared, or a shard has changed. The message names the shard and the row."""
 
 
 class InactiveWorkerGroupError(RaySGDError, RuntimeError):
@@ -152,26 +152,28 @@ class InactiveWorkerGroupError(RaySGDError, RuntimeError):
 
 
 class TrainBackendError(RaySGDError, RuntimeError):
-    """A function-based run was used out of turn, for example asked for results before a function was started."""
+    """A method of a function-based run was called in the wrong order, such as asking for results before starting it."""
 
 
 class TrainingWorkerError(RaySGDError, RuntimeError):
-    """A worker of a function-based trainer died in a call outside of a run."""
+    """A worker of a function-based trainer died during a call outside a run."""
 
 
 class CallbackError(RaySGDError, RuntimeError):
-    """A callback of a run of `fit()` failed.
+    """A callback failed during a run, such as `fit`.
 
-    The message names the callback and the hook; the cause is its exception.
+    The message names the callback and its method. `__cause__` is the original exception.
     """
 
 
-class Preempted(SystemExit):  # it is no error
-    """A signal has told the program to end: the run has ended at a step, which is saved. The status is 128 + signal.
+class Preempted(SystemExit):  # a requested exit, so its name does not end with `Error`
+    """A signal asked the program to end, so the run stopped at a step, and was saved if possible.
+
+    The exit status is 128 + `signal`.
 
     Attributes:
         signal: The number of the signal.
-        checkpoint: Where the state is saved; None where no callback or function saves, or where that has failed.
+        checkpoint: Location of the saved state. None if no callback or function saves the state, or if saving failed.
     """
 
     def __init__(self, signal: int, checkpoint: str | None = None) -> None:
@@ -183,26 +185,26 @@ class Preempted(SystemExit):  # it is no error
 
 
 class StepMismatchError(RaySGDError, RuntimeError):
-    """The functions on different workers did not report or save at the same steps."""
+    """Training functions on different workers reported, saved or called collectives at different steps."""
 
 
 class MissingTuneError(ImportError, ValueError, RuntimeError):
-    """A function cannot become a trial, because Ray Tune cannot be imported. The old library raised ``ValueError``."""
+    """A function cannot run as a trial because Ray Tune cannot be imported. The old library raised ``ValueError``."""
 
 
 class MissingFrameworkError(ModuleNotFoundError, ValueError):
-    """The framework of a config of `raysgd.v2` is not installed. The old library raised ``ValueError``."""
+    """The framework that a `raysgd.v2` config selects is not installed. The old library raised ``ValueError``."""
 
 
 class SessionMisuseError(RaySGDError, RuntimeError):
-    """A session function was called in the wrong kind of run, for example one of Ray in `fit`."""
+    """A session function was called in a type of run that does not support it, for example Ray's `report` in `fit`."""
 
 
 class TrainingFailedError(RaySGDError, RuntimeError):
-    """A run that `fit` started has failed, and no retry is left.
+    """A run that `fit` started has failed, and no retries are left.
 
-    The caller gets an instance of this class *and* of the class of the cause: the exception of the user's function, or
-    one of the classes here. That exception is its `__cause__`. The message says how to continue.
+    The raised exception is an instance of this class *and* of its cause's class. The cause is the exception of the
+    user's function or one of the exceptions here, available as `__cause__`. The message says how to continue.
     """
 
     failure: Exception | None = None
@@ -215,14 +217,14 @@ class WorkerFault:
 
     Attributes:
         rank: World rank of the worker, or -1 before ranks are assigned.
-        node: Address of its node.
-        error: The exception itself, or None if it could not be pickled.
+        node: Address of the worker's node.
+        error: The exception object, or None if it could not be pickled.
         type_name: Name of the exception's class.
-        message: Text of the exception, without quoted frames of libraries.
+        message: The exception's message, without quoted frames of libraries.
         location: The innermost line of user code, as ``file:line in function``.
-        traceback_text: The traceback from the first line of user code on; empty if `error` has its live frames.
-        callers: The lines of user code that led to it, innermost first; empty if `error` has its live frames.
-        causes: The exceptions that Python would show before this one, latest first, in words.
+        traceback_text: The traceback, starting at the first line of user code; empty if `error` has its live frames.
+        callers: The lines of user code that led to `location`, innermost first; empty if `error` has its live frames.
+        causes: Descriptions of the exceptions that Python would show before this exception, latest first.
     """
 
     rank: int
@@ -245,9 +247,9 @@ class WorkerFault:
 
 @dataclass(frozen=True)
 class _Packed:
-    """An exception in parts.
+    """An exception as picklable parts: class, `args`, attributes and slots.
 
-    Many classes cannot be pickled otherwise, because `args` lacks what the constructor needs.
+    Many exceptions cannot be pickled directly, because their constructor needs arguments that `args` does not hold.
     """
 
     user_class: type[BaseException]
@@ -266,7 +268,7 @@ class _Packed:
         return made_from_parts(self.user_class, self.args, self.attributes, self.slots)
 
     def portable(self, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str]) -> _Packed:
-        """Replace each value that is not portable by `in_words(value)`."""
+        """Return a copy in which `in_words(value)` replaces each value that is not portable."""
 
         def shown(value: Any) -> Any:
             return value if is_portable(value) else in_words(value)
@@ -282,7 +284,13 @@ class _Packed:
 def portable_copy(
     error: BaseException, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str] = repr
 ) -> BaseException:
-    """Return a copy of an exception in which values such as locks and open files are replaced by words."""
+    """Return a copy of an exception in which strings replace values that are not portable, such as locks.
+
+    Args:
+        error: The exception.
+        is_portable: Returns True for values that can be sent to another process.
+        in_words: Returns the string that replaces a value.
+    """
     packed = _Packed.of(error)
     return packed.portable(is_portable, in_words).unpacked() if isinstance(packed, _Packed) else error
 
@@ -294,7 +302,10 @@ def _pickles_in_its_own_way(user_class: type[BaseException]) -> bool:
 
 
 def slots_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
-    """Yield what an exception keeps outside of its `__dict__`: `args`, `errno`, and what a class has in `__slots__`."""
+    """Yield the values that an exception stores outside its `__dict__`: `args`, `errno`, and values in `__slots__`.
+
+    Each item is the class that defines the slot, the slot's name, and its value.
+    """
     for owner in type(error).__mro__:
         for name, descriptor in vars(owner).items():
             if name.startswith("__") or not isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType):
@@ -303,7 +314,7 @@ def slots_of(error: BaseException) -> Iterator[tuple[type, str, Any]]:
                 value = descriptor.__get__(error)
             except AttributeError:  # the slot is empty
                 continue
-            if value is not None or owner.__module__ != "builtins":  # an `OSError` stores None for arguments it lacks
+            if value is not None or owner.__module__ != "builtins":  # an `OSError` stores None for missing arguments
                 yield owner, name, value
 
 
@@ -313,7 +324,7 @@ def made_from_parts(
     attributes: dict[str, Any],
     slots: tuple[tuple[type, str, Any], ...],
 ) -> BaseException:
-    """Make an exception from its parts, without the constructor of the user's class."""
+    """Create an exception from its parts, without calling the constructor of the user's class."""
     error: BaseException = _builtin_base(user_class).__new__(user_class, *args)
     error.__dict__.update(attributes)
     for owner, name, value in slots:
@@ -325,19 +336,19 @@ def made_from_parts(
 
 
 def _builtin_base(user_class: type[BaseException]) -> type[BaseException]:
-    """Return the built-in base class with the memory layout of `user_class`. Only its `__new__` can make instances."""
+    """Return the built-in base class with the memory layout of `user_class`. Its `__new__` must create instances."""
     base = user_class
     while base.__module__ != "builtins":
-        base = base.__base__  # type: ignore[assignment]  # an exception has one
+        base = base.__base__  # type: ignore[assignment]  # never None for an exception
     return base
 
 
 class WorkerError(RaySGDError):
     """User code failed in a worker.
 
-    The caller gets an instance of this class *and* of the class that the user code raised, so that ``except
+    The raised exception is an instance of this class *and* of the class that the user code raised, so that ``except
     ValueError`` works as if the code had run in the driver. `faults` contains the faults of all ranks, earliest first.
-    `aftermath` says what happened to the workers and their state, if they are not as the exception left them.
+    `aftermath` says what happened to the workers and their state afterward, for example that workers were replaced.
     """
 
     faults: tuple[WorkerFault, ...] = ()

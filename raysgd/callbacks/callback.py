@@ -1,4 +1,4 @@
-"""`Callback`, which runs in the driver, and `Run`, the run that its methods get."""
+"""`Callback`, the base class of callbacks in the driver, and `Run`, the object that its methods receive."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESULTS_FOLDER = Path("~/ray_results")
-"""Folder for runs that have no folder of their own."""
+"""Parent folder of runs for which the user gives no folder."""
 
 
 class Callback:
-    """Base class for callbacks in the driver. Its methods do nothing; override the ones you need.
+    """Base class for callbacks in the driver. The methods do nothing by default; override those you need.
 
     Pass instances of subclasses to `trainer.fit(callbacks=[...])`, `Trainer.run(callbacks=[...])` or
     `RunConfig(callbacks=[...])`. If a method raises an error, the run ends with a `CallbackError` that names the class
-    and the method, and the state of the training is kept.
+    and the method. The training state is not lost.
 
     Examples:
         >>> class Patience(Callback):
@@ -39,8 +39,8 @@ class Callback:
         ...             run.stop("good enough")
 
     Attributes:
-        runs_last: True if this callback is called after those with False, wherever it is in the list. A callback that
-            saves the states of others needs this.
+        runs_last: True to call this callback after all callbacks with False, whatever its position in the list. Needed
+            by a callback that saves the state of other callbacks.
     """
 
     runs_last: bool = False
@@ -51,73 +51,75 @@ class Callback:
         warn_of_unknown_events(cls, Callback)
 
     def on_run_begin(self, run: Run) -> None:
-        """Called once, before the first epoch. With `resume_from` the state is already loaded."""
+        """Called once, before the first epoch. With `resume_from`, the checkpoint is already loaded."""
 
     def on_epoch_begin(self, run: Run) -> None:
         """Called before each epoch of a class-based trainer."""
 
     def on_progress(self, run: Run, progress: CallProgress) -> None:
-        """Called about ten times a second while an epoch runs. Workers are asked only if a class overrides this.
+        """Called about ten times a second while an epoch runs. Workers are polled only if a callback overrides this.
 
-        The trainer cannot run another call meanwhile: `run.trainer.validate` and `run.save` raise a `ValueError`.
+        The trainer cannot run another call at that time: `run.trainer.validate` and `run.save` raise a `ValueError`.
         """
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """Called while an epoch of a `TorchTrainer` runs, soon after every `log_every_n_steps` steps of `fit`.
+        """Called during an epoch of a `TorchTrainer`, shortly after every `log_every_n_steps` steps (see `fit`).
 
-        The workers are already in later steps, so the trainer cannot run another call, as in `on_progress`.
+        The workers are already running later steps, so the trainer cannot run another call, as in `on_progress`.
 
         Args:
             run: The run.
-            step: Number of batches that a worker has trained on. No step comes twice, even after a failure.
-            metrics: Metrics of the batches, averaged over all workers and the steps since the last call.
+            step: Number of batches that a worker has trained on. No step is reported twice, even after a failure.
+            metrics: Training metrics, averaged over all workers and over the steps since the previous call.
         """
 
     def on_epoch_trained(self, run: Run) -> None:
         """Called after each epoch of a class-based trainer, before `on_result`.
 
-        With `fit(validate="async")`, `on_result` comes an epoch later.
+        With `fit(validate="async")`, `on_result` is called one epoch later.
         """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Called after each epoch, or for each report of a function.
+        """Called after each epoch, or for each report of a training function.
 
         Args:
             run: The run.
-            result: The metrics. Entries that you add are kept in the history, and callbacks after this one see them.
+            result: The metrics. Entries that you add are stored in the history and visible to later callbacks.
 
-        With `fit(validate="async")` it is called after the validation, at the end of the next epoch. `run.epoch` is
+        With `fit(validate="async")`, it is called after the validation, at the end of the next epoch. `run.epoch` is
         then the epoch of the result, but the weights are those of the next epoch.
         """
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
         """Called after each validation inside an epoch (`validate_every_n_steps` of `fit`), while all workers wait.
 
-        `run.epoch` epochs and `run.step` batches of the next one are trained. `run.save` saves exactly that state, and
-        `run.stop` ends the run there.
+        At this point, `run.epoch` epochs and `run.step` batches of the next epoch have been trained. `run.save` saves
+        exactly that state, and `run.stop` ends the run there.
 
         Args:
             run: The run.
             step: Number of batches that a worker has trained on, over all epochs.
-            metrics: The metrics of the validation, with names as in a row of the history, such as `val_loss`.
+            metrics: The validation metrics, named as in the history, such as `val_loss`.
         """
 
     def on_checkpoint(self, run: Run, checkpoint: str) -> None:
-        """Called after a checkpoint was saved, with its path or URI."""
+        """Called after a checkpoint has been saved, with its path or URI."""
 
     def on_leave(self, run: Run) -> None:
-        """Called when a run stops inside an epoch, or early because of a signal to the program or `max_time`.
+        """Called when a run stops inside an epoch, or early because of a signal or `max_time`.
 
-        `run.epoch` epochs and `run.step` batches of the next one are trained. `run.save` saves exactly that state.
+        At this point, `run.epoch` epochs and `run.step` batches of the next epoch have been trained. `run.save` saves
+        exactly that state.
         """
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
-        """Called after the epoch in which workers were lost, added, or replaced."""
+        """Called once for each loss, addition or replacement of workers, after the epoch in which it happened."""
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Called once at the end of the run, however it ends, even if another callback fails.
+        """Called once when the run ends, whether it succeeds or fails, even if another callback fails.
 
-        It is not called if an earlier callback failed in `on_run_begin`, because this callback never saw the beginning.
+        It is not called if an earlier callback failed in `on_run_begin`, because this callback's own `on_run_begin`
+        was then not called either.
 
         Args:
             run: The run.
@@ -125,33 +127,36 @@ class Callback:
         """
 
     def left_behind(self, run: Run) -> str | None:
-        """Return what this callback has written, such as "report: /tmp/run/report.html". None if nothing."""
+        """Return a line about the file that this callback has written, such as "report: /tmp/run/report.html", or None.
+
+        The progress bar prints it at the end of the run.
+        """
         return None
 
     def newest_checkpoint(self, run: Run) -> str | None:
-        """Return the path or URI of the newest checkpoint of this callback, or None, for `resume_from="auto"`."""
+        """Return the path or URI of this callback's newest checkpoint, for `resume_from="auto"`, or None."""
         return None
 
     def state_dict(self) -> Any:
-        """Return the state that this callback needs to continue in another run, as plain data for JSON.
+        """Return the state that this callback needs to continue in another run, as JSON-serializable data.
 
-        `fit` and `epochs` of a trainer, and the `fit()` trainers, save it beside each checkpoint and load it when they
+        A trainer's `fit` and `epochs`, and the `fit()` trainers, save it beside each checkpoint and load it when they
         resume. `Trainer.run` does not.
         """
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Load a state that `state_dict` returned."""
+        """Load the state that `state_dict` returned."""
 
     _pauses: bool = False
     """True if this callback acts inside epochs, while all workers wait at a step."""
 
     def _pause_at(self, global_step: int) -> int | None:
-        """Return the step of the next pause, counted over all epochs, or None. The run is at `global_step` now."""
+        """Return the step of the next pause, counted over all epochs, or None. `global_step` is the current step."""
         return None
 
     def _pauses_now(self) -> bool:
-        """Return True to pause at the next step. Called now and then while an epoch runs."""
+        """Return True to pause at the next step. Called repeatedly while an epoch runs."""
         return False
 
     def _on_pause(self, run: Run, global_step: int) -> None:
@@ -162,10 +167,10 @@ class Callback:
 
 
 def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
-    """Refuse a run in which another callback of the same class writes to the same place, by its `_given`.
+    """Reject a run in which another callback of the same class writes to the same location.
 
     Raises:
-        ValueError: There is such a callback.
+        ValueError: Another callback of the class has the same `_given`, the location that the user passed.
     """
     others: list[Any] = [each for each in run.callbacks if isinstance(each, type(callback)) and each is not callback]
     if any(other._given == callback._given for other in others):
@@ -177,15 +182,15 @@ def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
 
 
 def uses_folder_of_run(callback: Callback) -> bool:
-    """Return True if a callback of the library writes to the folder of the run, because the user passed no path."""
+    """Return True if a built-in callback writes to the run's folder because the user passed no path."""
     return vars(callback).get("_given", callback) is None
 
 
 class SaveBehind:
-    """A save whose file is written while the training continues.
+    """A checkpoint that is written in the background while training continues.
 
     Args:
-        write: The write; None if the file is complete already.
+        write: The background write, or None if the file is already complete.
         note: Called once the file is complete.
     """
 
@@ -194,14 +199,14 @@ class SaveBehind:
 
     @property
     def is_done(self) -> bool:
-        """True if `finish` need not wait."""
+        """True if `finish` would return without waiting."""
         return self._write is None or self._write.is_done
 
     def finish(self) -> None:
-        """Wait until the file is complete, and tell callbacks so.
+        """Wait until the file is complete, then call `note`.
 
         Raises:
-            BaseException: It could not be written.
+            BaseException: The file could not be written.
         """
         if self._write is not None:
             self._write.wait()
@@ -209,21 +214,22 @@ class SaveBehind:
 
 
 class Run:
-    """A run, as callbacks see it.
+    """A run of a trainer or a training function, as callbacks see it.
 
     Attributes:
-        trainer: The class-based trainer; None for functions.
+        trainer: The class-based trainer, or None in the run of a training function.
         name: Name of the run.
-        config: The config of the trainer or the function.
-        epoch: The current or last epoch, from 1; 0 before the first one. For functions it is the number of the last
-            report.
+        config: The config of the trainer or the training function.
+        epoch: The current or last epoch, starting at 1; 0 before the first epoch. For a training function, the number
+            of its last report.
         step: Number of batches that each worker has trained on in the epoch after `epoch`, if the run pauses, stops or
-            resumes inside an epoch; else 0.
-        epochs: The last epoch of the run, unless it stops early; None for functions, and if only steps limit the run.
-        history: The results so far. A run that resumes also has those of the checkpoint.
-        callbacks: The callbacks of the run, in the order of their calls.
+            resumes inside an epoch; otherwise 0.
+        epochs: The last epoch of the run, unless it stops early. None for a training function, or if only `max_steps`
+            limits the run.
+        history: The results so far. A resumed run also has the results up to its checkpoint.
+        callbacks: The callbacks of the run, in the order in which they are called.
         started_at: Start of the run, in seconds since the Unix epoch.
-        validates_beside: True if validations run beside the training, so that results come later.
+        validates_beside: True if validation runs concurrently with training, so that results arrive later.
     """
 
     def __init__(
@@ -251,7 +257,7 @@ class Run:
         self.started_at = time.time()
         self.validates_beside = False
         self._last_told: int | None = None
-        self._global_step: int | None = None  # set if the run resumes inside an epoch
+        self._global_step: int | None = None  # set only if the run resumes inside an epoch
         self._folder = folder
         self._save, self._save_behind = save, save_behind
         self._obstacle_to_stop = obstacle_to_stop
@@ -259,7 +265,7 @@ class Run:
 
     @cached_property
     def folder(self) -> Path:
-        """Folder for the files of callbacks. It is created when you first read this."""
+        """Folder for files that callbacks write. It is created on first access."""
         if self._folder is None:
             moment = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(self.started_at))
             return make_new(open_folder(RESULTS_FOLDER), f"{self.name}_{moment}").local_path
@@ -268,13 +274,13 @@ class Run:
         return folder
 
     def stop(self, reason: str) -> None:
-        """End the run after the current epoch, or at the step where the workers wait in `on_validation`.
+        """End the run after the current epoch. Inside `on_validation`, end it at the current step.
 
         Args:
-            reason: Why the run ends. It is kept in `history.stop_reason`.
+            reason: Why the run ends, stored in `history.stop_reason`.
 
         Raises:
-            NotImplementedError: Nothing can stop this kind of run from outside.
+            NotImplementedError: This type of run cannot be stopped by a callback.
         """
         if self._obstacle_to_stop is not None:
             raise NotImplementedError(self._obstacle_to_stop)
@@ -282,18 +288,18 @@ class Run:
 
     @property
     def is_stopping(self) -> bool:
-        """True if `stop` was called."""
+        """True if `stop` has been called."""
         return self.history.stop_reason is not None
 
     def save(self, location: str | Path) -> None:
-        """Save the state of the trainer, and beside it the history and the states of callbacks, for `resume_from`.
+        """Save the trainer's state for `resume_from`. A file beside it holds the history and the callbacks' states.
 
         Args:
             location: A path, or the URI of a file, as for `trainer.save`.
 
         Raises:
-            NotImplementedError: The run is that of a function, which saves its state itself.
-            OSError: The file could not be written. The state is kept.
+            NotImplementedError: This is the run of a training function, which saves its own checkpoints.
+            OSError: The file could not be written. The trainer's state is not lost.
         """
         if self._save is None:
             raise NotImplementedError(

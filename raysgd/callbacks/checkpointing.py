@@ -1,4 +1,4 @@
-"""`Checkpointing`: saves a class-based trainer every few epochs, and keeps the newest and the best files."""
+"""`Checkpointing`: saves the state of a class-based trainer periodically and retains the newest and best files."""
 
 from __future__ import annotations
 
@@ -24,44 +24,46 @@ logger = logging.getLogger(__name__)
 
 INDEX_FILE = "checkpoints.json"
 END = "end"
-"""Entry of the index that says how the run ended. It is null while the run goes on, or if its driver was killed."""
+"""Key in the index for how the run ended. Its value is null while the run is active, or if its driver was killed."""
 
 
 Saved = SavedCheckpoint[str]
-"""One checkpoint. Its number is its epoch and the step in the next epoch; its content is the name of its file."""
+"""One checkpoint: `number` is the pair of completed epochs and steps in the next epoch, `content` is the file name."""
 
 
 class Checkpointing(Callback):
-    """Saves the state of a class-based trainer to files, on a disk or in a store.
+    """Saves the state of a class-based trainer to files, on disk or in object storage.
 
-    The files are named `epoch_0001.ckpt` and so on, and `trainer.load` reads them. Each one is written whole or not at
-    all. Beside it is a small file with the history of the run and the states of all callbacks. `trainer.fit(...,
-    resume_from="auto")` resumes from the newest file in `folder`.
+    The files are named `epoch_0001.ckpt` and so on, and `trainer.load` reads them. Each file is written atomically. A
+    small file beside it holds the run's history and the states of all callbacks. `trainer.fit(..., resume_from="auto")`
+    resumes from the newest checkpoint in `folder`.
 
-    A run does not begin if the folder is not writable. If a save fails later, because a disk is full or a store cannot
-    be reached, the callback logs a warning, training goes on, and the next epoch is saved instead. After `max_failures`
-    failures in a row the run ends with an error, and the trainer keeps its state.
+    A run does not begin if the folder is not writable. If a save fails later, because the disk is full or the storage
+    is unreachable, the callback logs a warning, training continues, and the next epoch is saved instead. After
+    `max_failures` consecutive failures, the run ends with an error. The trainer's state is not lost.
 
     Args:
-        folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the folder of the run; to resume
-            from there, pass the same `folder` to `fit`.
-        every_n_epochs: How often to save. The last epoch of a run is always saved.
-        every_n_steps: Also save inside epochs, after every this many batches of a worker, counted over all epochs. The
-            file `epoch_0002_step_000120.ckpt` is from two epochs and 120 batches of the third. For `TorchTrainer`.
+        folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the run's folder. To resume from
+            the default, pass the same `folder` to `fit`.
+        every_n_epochs: Save after every this many epochs. The last epoch of a run is always saved.
+        every_n_steps: Also save inside epochs, whenever a worker has trained on this many more batches, counted over
+            all epochs. For example, `epoch_0002_step_000120.ckpt` holds the state after two epochs and 120 batches of
+            the third. For `TorchTrainer`.
         every_minutes: Also save inside epochs, at the first step after this many minutes without a save.
-        blocking: False lets the training continue while a file is written. The next save waits for it, and so does the
-            end of the run. Older files are deleted after the new one is complete, so the folder holds one more.
+        blocking: False lets training continue while a file is written. The next save, and the end of the run, wait for
+            the write to finish. Older files are deleted only once the new file is complete, so the folder temporarily
+            holds one extra file.
         keep_last: How many of the newest files to keep; None for all.
-        keep_best: How many of the best files to keep as well. Default: 1 if there is a metric, else 0.
-        metric: Metric that decides which files are best, such as "val_loss". An epoch without it is never the best. A
-            file from inside an epoch has it if there is a validation at its step (`validate_every_n_steps` of `fit`).
-        mode: Whether the "min" or the "max" of the metric is best. "auto" decides by the name: "max" for an accuracy,
-            "min" for a loss. For other names it is "min", with a warning.
-        max_failures: How many failed saves in a row end the run: 1 for the first one, None for never.
+        keep_best: How many of the best files to keep in addition. Default: 1 with a `metric`, otherwise 0.
+        metric: Metric that ranks the files, such as "val_loss". An epoch without the metric is never the best. A file
+            from inside an epoch has a value if a validation ran at its step (`validate_every_n_steps` of `fit`).
+        mode: "min" if low values of the metric are best, "max" if high values are. "auto" infers it from the name:
+            "max" for an accuracy, "min" for a loss. For other names it uses "min" and logs a warning.
+        max_failures: How many consecutive failed saves end the run: 1 for the first failure, None for never.
         restore_best_at_end: Whether to load the best file into the trainer when the run ends without an error.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. During a run: the metric does not exist.
+        ValueError, TypeError: An argument is invalid. During a run: the results have no such metric.
 
     Examples:
         >>> saving = Checkpointing("runs/digits", keep_last=2, keep_best=1, metric="val_accuracy")
@@ -125,19 +127,19 @@ class Checkpointing(Callback):
 
     @property
     def newest(self) -> str | None:
-        """Path or URI of the newest checkpoint of the run; None before the first one."""
+        """Path or URI of the newest complete checkpoint of the run, or None before the first checkpoint."""
         complete = self._complete
         return self._location(complete[-1].content) if complete else None
 
     @property
     def best(self) -> str | None:
-        """Path or URI of the best checkpoint; None if no checkpoint has a score."""
+        """Path or URI of the best checkpoint, or None if no checkpoint has a score."""
         found = self._best()
         return self._location(found.content) if found is not None else None
 
     @property
     def best_score(self) -> float | None:
-        """Value of the metric in the best checkpoint; None if no checkpoint has a score."""
+        """The best checkpoint's value of the metric, or None if no checkpoint has a score."""
         found = self._best()
         return found.score if found is not None else None
 
@@ -145,10 +147,10 @@ class Checkpointing(Callback):
         return None if self.newest is None else f"newest checkpoint: {self.newest}"
 
     def newest_checkpoint(self, run: Run) -> str | None:
-        """Return the checkpoint for `resume_from="auto"`: the newest one in the folder, also from an earlier process.
+        """Return the newest checkpoint in the folder, even if an earlier process saved it, for `resume_from="auto"`.
 
         Raises:
-            StorageError: The store cannot be reached.
+            StorageError: The storage is unreachable.
         """
         self._folder = self._folder_of(run)
         present = set(self._folder.names())
@@ -163,10 +165,10 @@ class Checkpointing(Callback):
             self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
-        """Prepare the folder, and look for checkpoints of an earlier run in it.
+        """Prepare the folder, and check it for checkpoints of an earlier run.
 
         Raises:
-            NotImplementedError: The run is that of a function.
+            NotImplementedError: This is the run of a training function.
             StorageError: The folder cannot be read or written.
         """
         if run.trainer is None:
@@ -188,18 +190,18 @@ class Checkpointing(Callback):
             ) from error
 
     def on_epoch_trained(self, run: Run) -> None:
-        """Save now if validation runs beside the training: the result comes when the next epoch is trained."""
+        """Save now if validation runs concurrently, because its result arrives only after the next epoch."""
         self._settle(run, waits=False)
         if run.validates_beside:
             self._save_if_due(run, None)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Note the value of the metric, for a file that is saved at this step."""
+        """Record the metric's value for a file that is saved at this step."""
         if self._metric is not None:
             self._rated = (run.epoch, run.step), self._metric.value_inside(run, metrics)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Save if this epoch is due or the last save failed. If it is saved already, add its score."""
+        """Save if this epoch is due or the last save failed. With concurrent validation, only add the file's score."""
         score = self._metric.value_in(result) if self._metric is not None else None
         if run.validates_beside:
             self._rate(run, score)
@@ -212,7 +214,7 @@ class Checkpointing(Callback):
             self._save(run, self._unsaved, blocking=self.blocking)
 
     def _rate(self, run: Run, score: float | None) -> None:
-        """Add the value of the metric to the file of an epoch, and delete files that are no longer needed."""
+        """Record the score of an epoch's file, and delete files that no longer need to be kept."""
         self._settle(run)
         before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]
@@ -240,7 +242,7 @@ class Checkpointing(Callback):
             self._settle(run, waits=False)
 
     def on_leave(self, run: Run) -> None:
-        """Save the state at which the run stops, unless it is saved already."""
+        """Save the state in which the run stops, unless it has been saved already."""
         self._save_here(run)
 
     def _save_here(self, run: Run, *, blocking: bool = True) -> None:
@@ -254,7 +256,7 @@ class Checkpointing(Callback):
         self._unsaved = None
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Save the last epoch, write down how the run ended, and load the best file if requested."""
+        """Save the last epoch, record in the index how the run ended, and load the best file if requested."""
         self._end = _end_in_words(run, error)
         self._settle(run)
         if error is None and self._unsaved is not None:
@@ -269,7 +271,8 @@ class Checkpointing(Callback):
         self._settle(run)
         before = self._saved
         others = [each for each in before if each.number != new.number]
-        # `run.save` writes this list, too. Files that a complete one replaces stay in it until then.
+        # `run.save` also stores this list in the sidecar file. Without `blocking`, the old files stay in the list until
+        # the new file is complete.
         self._saved, dropped = self._divide(run, [*others, new]) if blocking else ([*others, new], [])
         assert self._folder is not None
         try:
@@ -283,7 +286,7 @@ class Checkpointing(Callback):
         except OSError as error:
             self._saved = before
             if len(others) == len(before):
-                self._delete(new)  # its own file may be there without the one beside it
+                self._delete(new)  # the checkpoint may exist without its sidecar file
             self._fail(new, error)
             return
         self._unsaved, self._saved_at = None, time.monotonic()
@@ -293,16 +296,16 @@ class Checkpointing(Callback):
             self._delete(each)
 
     def _settle(self, run: Run, *, waits: bool = True) -> None:
-        """Finish the save in flight, if there is one: delete the files that it replaces, or note that it failed.
+        """Complete the background save, if one is pending: delete the files that it replaces, or handle its failure.
 
-        Without `waits`, a file that is still being written is left for later.
+        If `waits` is False and the file is still being written, do nothing.
         """
         if self._in_flight is None or not (waits or self._in_flight[1].is_done):
             return
         (new, save), self._in_flight = self._in_flight, None
         try:
             save.finish()
-        except (OSError, RaySGDError) as error:  # of the disk, or the state was lost with its worker
+        except (OSError, RaySGDError) as error:  # storage failed, or the state was lost with its worker
             self._saved = [each for each in self._saved if each.number != new.number]
             self._delete(new)
             self._update_index(self._saved)
@@ -338,7 +341,7 @@ class Checkpointing(Callback):
             logger.warning("Checkpointing: could not delete %s in %s: %s", saved.content, self._folder, error)
 
     def _remove(self, name: str) -> None:
-        """Delete a checkpoint. It is a folder if models are sharded over the workers."""
+        """Delete a checkpoint. It is a folder if the models are sharded over the workers."""
         assert self._folder is not None
         as_folder = self._folder / name
         if as_folder.is_local and as_folder.local_path.is_dir():
@@ -349,14 +352,14 @@ class Checkpointing(Callback):
     # ------------------------------------------------------------------------------------------- the files to keep
 
     def _divide(self, run: Run, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
-        """Return the files to keep and the files to delete. Files that wait for their validation are kept."""
+        """Return the files to keep and the files to delete. Files that are still being validated are kept."""
         told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
         waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > told]
         return self._rule.divide(saved, waiting)
 
     @property
     def _complete(self) -> list[Saved]:
-        """The files, without one that is still being written."""
+        """The saved files, except a file that is still being written."""
         coming = None if self._in_flight is None else self._in_flight[0].number
         return [each for each in self._saved if each.number != coming]
 
@@ -370,7 +373,7 @@ class Checkpointing(Callback):
         return _as_state(self._saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the checkpoints of another run in the same folder."""
+        """Continue the list of checkpoints of an earlier run in the same folder."""
         self._saved = _read(state)
 
     # ------------------------------------------------------------------------------------------------ the folder
@@ -387,14 +390,14 @@ class Checkpointing(Callback):
         self._folder.write(INDEX_FILE, json.dumps({**_as_state(saved), END: self._end}, indent=1).encode())
 
     def _update_index(self, saved: list[Saved]) -> None:
-        """Write the index. If that fails, log a warning, because the next save writes it again."""
+        """Write the index. A failure is only logged, because the next save writes the index again."""
         try:
             self._write_index(saved)
         except OSError as error:
             logger.warning("Checkpointing: could not write %s in %s: %s", INDEX_FILE, self._folder, error)
 
     def _indexed(self) -> list[Saved]:
-        """Return the checkpoints in the index of the folder. Return none if the index is missing or damaged."""
+        """Return the checkpoints listed in the folder's index, or an empty list if the index is missing or damaged."""
         assert self._folder is not None
         try:
             return _read(json.loads(self._folder.read(INDEX_FILE)))
@@ -405,7 +408,7 @@ class Checkpointing(Callback):
             return []
 
     def _look_around(self) -> None:
-        """Forget deleted checkpoints. Warn if another run has left checkpoints, and keep them in the index."""
+        """Drop deleted checkpoints from the list. Warn about checkpoints of another run, and keep them in the index."""
         assert self._folder is not None
         present = set(self._folder.names())
         self._saved = [each for each in self._saved if each.content in present]
@@ -417,7 +420,7 @@ class Checkpointing(Callback):
                 self._folder,
                 len(found),
             )
-        self._write_index(self._saved or found)  # finds out before the first epoch if it is not writable
+        self._write_index(self._saved or found)  # fails before the first epoch if the folder is not writable
 
 
 def _count_or_none(name: str, value: Any, hint: str) -> int | None:
@@ -425,7 +428,7 @@ def _count_or_none(name: str, value: Any, hint: str) -> int | None:
 
 
 def _name_of(epoch: int, step: int) -> str:
-    """Return the name of a file after this many epochs and batches of the next one. Names sort by time."""
+    """Return the file name for a state after `epoch` epochs and `step` batches of the next. Names sort by time."""
     return f"epoch_{epoch:04d}_step_{step:06d}.ckpt" if step else f"epoch_{epoch:04d}.ckpt"
 
 
@@ -435,13 +438,13 @@ def _in_words(saved: Saved) -> str:
 
 
 def _epoch_ended_by(saved: Saved) -> int:
-    """Return the epoch at whose end a file was saved; 0 for a file from inside an epoch."""
+    """Return the epoch at whose end a file was saved, or 0 for a file from inside an epoch."""
     epoch, step = saved.number
     return 0 if step else epoch
 
 
 def _end_in_words(run: Run, error: BaseException | None) -> str:
-    """Return how a run ended, for `raysgd status`: one word and the reason."""
+    """Describe how a run ended, for `raysgd status`: one word, and the reason if there is one."""
     if error is None:
         reason = run.history.stop_reason
         return "finished" if reason is None else f"stopped: {reason}"

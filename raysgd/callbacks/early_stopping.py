@@ -1,4 +1,4 @@
-"""`EarlyStopping`, which ends a run when a metric stops improving, and `WatchedMetric`, which finds the metric."""
+"""`EarlyStopping`, which ends a run when a metric stops improving, and `WatchedMetric`, which looks up the metric."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _OF_VALIDATION = ("val_", "last_val_")
 
 
 class WatchedMetric:
-    """Finds one metric in results and compares its values.
+    """Looks up one metric in results and compares its values.
 
     Args:
-        owner: Name of the callback, for messages.
-        name: Name of the metric. Slashes lead into nested dicts.
-        mode: Whether the "min" or the "max" of it is best; "auto" decides by the name.
+        owner: Name of the callback, for error messages.
+        name: Name of the metric. Slashes separate the keys of nested dicts.
+        mode: "min" if low values are best, "max" if high values are, "auto" to infer it from the name.
 
     Raises:
         TypeError: `name` is not a string, or is empty.
-        ValueError: The mode is unknown.
+        ValueError: `mode` is unknown.
     """
 
     def __init__(self, owner: str, name: Any, mode: Any) -> None:
@@ -43,10 +43,10 @@ class WatchedMetric:
         self._owner = owner
 
     def check_run(self, run: Run) -> None:
-        """Refuse a run that is never validated, if only a validation could measure the metric.
+        """Reject a run without validation if only validation could measure the metric.
 
         Raises:
-            ValueError: The run is never validated.
+            ValueError: The metric is a validation metric, and the run never validates.
         """
         if self.name.startswith(_OF_VALIDATION) and not run._may_validate and not any(map(_may_add, run.callbacks)):
             raise ValueError(
@@ -55,7 +55,7 @@ class WatchedMetric:
             )
 
     def value_in(self, result: Mapping[str, Any]) -> float | None:
-        """Return the value of the metric. Return None for a validation metric in an epoch without validation.
+        """Return the metric's value, or None for a validation metric in an epoch without validation.
 
         Raises:
             ValueError: The result has no such metric, or its value is not a number.
@@ -70,7 +70,7 @@ class WatchedMetric:
         return float(value)
 
     def value_inside(self, run: Run, metrics: Mapping[str, Any]) -> float | None:
-        """Return the value in the metrics of a validation inside an epoch. None if only epochs have the metric.
+        """Return the metric's value in a validation inside an epoch, or None if only results of epochs have the metric.
 
         Raises:
             ValueError: The validation has no such metric, or its value is not a number.
@@ -79,7 +79,7 @@ class WatchedMetric:
         return None if is_of_epochs and value_at(metrics, self.name) is None else self.value_in(metrics)
 
     def is_better(self, value: float, other: float | None, min_delta: float = 0.0) -> bool:
-        """Return True if a value is better than another one by more than `min_delta`. NaN is never better."""
+        """Return True if `value` is better than `other` by more than `min_delta`. NaN is never better."""
         if math.isnan(value):
             return False
         if other is None:
@@ -98,15 +98,15 @@ class WatchedMetric:
 
 
 def _may_add(callback: Callback) -> bool:
-    """Return True if this is a user's callback that may add metrics to results, for example by its own validation."""
+    """Return True if this is a user's callback that may add metrics to results, for example by validating itself."""
     return overrides(callback, "on_result") and not type(callback).__module__.startswith("raysgd.")
 
 
 def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
-    """Return "min" or "max". Log a warning if neither the mode nor the name decides.
+    """Return "min" or "max". If neither the mode nor the metric's name decides, log a warning and return "min".
 
     Raises:
-        ValueError: The mode is unknown.
+        ValueError: `mode` is unknown.
     """
     if mode not in (AUTO, MIN, MAX):
         raise ValueError(f'`{owner}(mode={mode!r})`: allowed are "{AUTO}", "{MIN}" and "{MAX}".')
@@ -124,27 +124,27 @@ def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
 
 
 class EarlyStopping(Callback):
-    """Ends a run when a metric has not improved for some epochs. The driver decides, once for all workers.
+    """Ends a run when a metric has stopped improving. The driver makes the decision for all workers.
 
     Only epochs that have the metric count. With `validation_freq=2`, for example, a validation metric is checked every
     second epoch. With `validate_every_n_steps`, it is checked after each validation, and the run ends at that step.
 
     Args:
         metric: Name of the metric in the results, such as "val_loss".
-        mode: Whether the "min" or the "max" of it is best. "auto" decides by the name: "max" for an accuracy, "min" for
-            a loss. For other names it is "min", with a warning.
+        mode: "min" if low values of the metric are best, "max" if high values are. "auto" infers it from the name:
+            "max" for an accuracy, "min" for a loss. For other names it uses "min" and logs a warning.
         patience: Number of results without improvement after which the run ends.
-        min_delta: A result counts as an improvement if it is better than the best one by more than this.
-        threshold: Value of the metric that is good enough to end the run at once; None for never.
-        check_finite: Whether NaN and infinity end the run at once.
+        min_delta: Minimum improvement: a result must be better than the best result so far by more than this.
+        threshold: End the run as soon as the metric reaches this value; None for no threshold.
+        check_finite: Whether to end the run as soon as the metric is NaN or infinite.
 
     Attributes:
-        best: The best value so far; None before the first one.
+        best: The best value so far, or None before the first result.
         best_epoch: The epoch of the best value.
-        num_without_improvement: Number of results since then.
+        num_without_improvement: Number of results since the best value.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. During a run: the metric does not exist.
+        ValueError, TypeError: An argument is invalid. During a run: the results have no such metric.
 
     Examples:
         >>> stopping = EarlyStopping("val_accuracy", patience=5)
@@ -182,7 +182,7 @@ class EarlyStopping(Callback):
         self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
-        """Start counting. With the counts of a checkpoint, stop at once if they already call for it."""
+        """Reset the counts, or stop immediately if counts loaded from a checkpoint already meet a criterion."""
         if not self._is_loaded:
             self._begin()
         elif self._last is not None:
@@ -193,11 +193,11 @@ class EarlyStopping(Callback):
         self._is_loaded = False
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Count a result, and stop the run if the metric calls for it."""
+        """Count a result, and stop the run if the metric meets a stopping criterion."""
         self._take(run, self._metric.value_in(result), run.epoch)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Count a validation inside an epoch, as a result."""
+        """Count a validation inside an epoch as one result."""
         self._take(run, self._metric.value_inside(run, metrics), run.epoch + 1)
 
     def _take(self, run: Run, value: float | None, epoch: int) -> None:
@@ -207,7 +207,7 @@ class EarlyStopping(Callback):
             self._judge(run, value)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Warn if no result had the metric."""
+        """Warn if no result contained the metric."""
         if error is None and run.epoch and not self._metric.was_found:
             logger.warning(
                 "EarlyStopping: no epoch had `%s`, because there was no validation; nothing was decided by it",
@@ -238,7 +238,7 @@ class EarlyStopping(Callback):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts."""
+        """Return the best and the last value, and the counts."""
         return {
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -247,7 +247,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the counts of another run."""
+        """Continue with the values and counts of an earlier run."""
         self.best, self.best_epoch = state["best"], int(state["best_epoch"])
         self.num_without_improvement, self._last = int(state["num_without_improvement"]), state.get("last")
         self._is_loaded = True

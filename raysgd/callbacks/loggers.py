@@ -1,4 +1,4 @@
-"""Loggers, which write the metrics of each epoch, or of each report of a function, to files and services."""
+"""Loggers, which write the metrics of each epoch, or of each report of a training function, to files and services."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 
 
 class MetricsLogger(Callback):
-    """Base of all loggers: opens a sink when the run begins, writes each result to it, and closes it at the end.
+    """Base class of all loggers: opens a sink when the run begins, writes each result to it, and closes it at the end.
 
     Args:
-        sink: Sink that the results are written to.
-        hidden: Metrics that are not written.
+        sink: Sink that receives the results.
+        hidden: Names of metrics that are not written.
     """
 
     def __init__(self, sink: Sink, hidden: Collection[str] = ()) -> None:
         self._sink = SafeSink(sink, type(self).__name__, hidden)
 
     def on_run_begin(self, run: Run) -> None:
-        """Open the sink at the step where the run begins."""
+        """Open the sink at the epoch where the run begins."""
         with self._sink.warns():
             self._sink.open(run, first_step=run.epoch if run._last_told is None else run._last_told)
 
@@ -38,11 +38,11 @@ class MetricsLogger(Callback):
         self._sink.write(result, run.epoch)
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of steps. They have names of their own, because results count epochs."""
+        """Write step metrics with the prefix `steps/`, because the x-axis of all other metrics is the epoch."""
         self._sink.write({f"steps/{name}": value for name, value in metrics.items()}, step)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a validation inside an epoch, as those of a step."""
+        """Write the metrics of a validation inside an epoch as step metrics."""
         self.on_step_metrics(run, step, readable.chosen(metrics, None))
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
@@ -51,7 +51,10 @@ class MetricsLogger(Callback):
 
 
 class _FileLogger(MetricsLogger):
-    """Writes one file. A run that resumes keeps the rows up to its checkpoint; any other run replaces the file."""
+    """Writes a file for epochs and a file for steps.
+
+    A resumed run retains the rows up to its checkpoint. Any other run overwrites the files.
+    """
 
     _format: ClassVar[type[CsvTable | JsonLines]]
     _default_name: ClassVar[str]
@@ -65,7 +68,7 @@ class _FileLogger(MetricsLogger):
 
     @property
     def path(self) -> Path | None:
-        """Path of the file. None before the run begins, if you gave no path."""
+        """Path of the file. None before the run begins if you passed no path."""
         return self._file.path if self._file.path.is_absolute() else None
 
     def _check_run(self, run: Run) -> None:
@@ -77,15 +80,15 @@ class _FileLogger(MetricsLogger):
         file = self._format(path)
         file.last_step = run._global_step
         self._steps = SafeSink(file, type(self).__name__)
-        with self._steps.warns():  # also replaces the file of an earlier run
+        with self._steps.warns():  # an existing file is opened now, to remove rows of an earlier run
             (self._steps.open if path.exists() else self._steps.begin)(run, self._sink.first_step)
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of steps to the second file."""
+        """Write step metrics to the file for steps."""
         self._steps.write({"epoch": run.epoch, "step": step, **metrics}, step)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a validation inside an epoch to the second file."""
+        """Write the metrics of a validation inside an epoch to the file for steps."""
         self._steps.write({"epoch": run.epoch + 1, "step": step, **readable.chosen(metrics, None)}, step)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -94,10 +97,10 @@ class _FileLogger(MetricsLogger):
 
 
 class CSVLogger(_FileLogger):
-    """Writes a CSV file with a row for each epoch, and a second one for steps. A metric that comes later adds a column.
+    """Writes a CSV file with one row per epoch, and a second file for steps. A new metric adds a column.
 
     Args:
-        path: Path of the file. Default: `metrics.csv` in the folder of the run. The file for steps is then
+        path: Path of the file. Default: `metrics.csv` in the run's folder. The file for steps is then
             `metrics.steps.csv`.
 
     Attributes:
@@ -111,10 +114,11 @@ class CSVLogger(_FileLogger):
 
 
 class JSONLogger(_FileLogger):
-    """Writes a file with one JSON object per line for each epoch, and a second one for steps.
+    """Writes a JSON Lines file with one object per epoch, and a second file for steps.
 
     Args:
-        path: Path of the file. Default: `metrics.jsonl` in the folder of the run.
+        path: Path of the file. Default: `metrics.jsonl` in the run's folder. The file for steps is then
+            `metrics.steps.jsonl`.
 
     Attributes:
         path: Path of the file.
@@ -127,10 +131,10 @@ class JSONLogger(_FileLogger):
 
 
 class TensorBoardLogger(MetricsLogger):
-    """Writes files for TensorBoard, with tensorboardX. The x-axis is the epoch, or the step for metrics under `steps/`.
+    """Writes TensorBoard files with tensorboardX. The x-axis is the epoch, or the step for metrics under `steps/`.
 
     Args:
-        folder: Folder for the files. Default: `tensorboard` in the folder of the run.
+        folder: Folder for the files. Default: `tensorboard` in the run's folder.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
@@ -145,7 +149,7 @@ class TensorBoardLogger(MetricsLogger):
 
 
 class _ServiceLogger(MetricsLogger):
-    """Writes to a run of a service. When a training run resumes, it continues the same run of the service."""
+    """Logs to a run of a tracking service. A training run that resumes continues the same run of the service."""
 
     def __init__(self, service: ServiceRun) -> None:
         self._service = service
@@ -153,32 +157,33 @@ class _ServiceLogger(MetricsLogger):
 
     @property
     def run_id(self) -> str | None:
-        """Id of the service's run; None before it has begun."""
+        """ID of the service's run, or None before it has begun."""
         return self._service.run_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the id of the run."""
+        """Return the ID of the service's run."""
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue that run."""
+        """Continue the service's run with the saved ID."""
         self._service.run_id = state["run_id"]
 
 
 class MLflowLogger(_ServiceLogger):
-    """Logs to a run of MLflow: the config as its parameters, and the metrics with the epoch as their step.
+    """Logs to an MLflow run: the config as parameters, and the metrics with the epoch as the step.
 
-    If a run is already active, the logger writes to it and leaves it open.
+    If an MLflow run is already active, the logger writes to it and does not close it.
 
     Args:
         experiment_name: Name of the experiment, which is created if necessary. Default: the environment variable
-            MLFLOW_EXPERIMENT_NAME, else the name of the run.
-        run_name: Name of the MLflow run. Default: the name of the run.
-        tracking_uri: Where MLflow keeps runs. Default: the setting of MLflow, else `mlruns` in the folder of the run.
-        tags: Tags of the run.
+            MLFLOW_EXPERIMENT_NAME, otherwise the name of the training run.
+        run_name: Name of the MLflow run. Default: the name of the training run.
+        tracking_uri: Where MLflow stores runs. Default: MLflow's own setting, otherwise `mlruns` in the training run's
+            folder.
+        tags: Tags of the MLflow run.
 
     Attributes:
-        run_id: The id of the run.
+        run_id: ID of the MLflow run.
 
     Raises:
         ModuleNotFoundError: MLflow is not installed.
@@ -197,20 +202,20 @@ class MLflowLogger(_ServiceLogger):
 
 
 class WandbLogger(_ServiceLogger):
-    """Logs to a run of Weights & Biases: the config, and the metrics with the epoch as their step.
+    """Logs to a Weights & Biases run: the config, and the metrics with the epoch as the step.
 
-    If a run is already active, the logger writes to it and leaves it open. It does not log the metrics of steps, or of
-    validations inside epochs.
+    If a wandb run is already active, the logger writes to it and does not close it. Step metrics, and the metrics of
+    validations inside epochs, are not logged.
 
     Args:
-        project: Name of the project. Default: the environment variable WANDB_PROJECT, or the default of the service.
-        name: Name of the wandb run. Default: the name of the run.
-        mode: "online", "offline" (writes files that `wandb sync` uploads later; needs no network) or "disabled".
-            Default: the environment variable WANDB_MODE, else "online".
-        options: More arguments of `wandb.init`, such as `entity`, `group`, `tags` and `dir`.
+        project: Name of the project. Default: the environment variable WANDB_PROJECT, or the service's default.
+        name: Name of the wandb run. Default: the name of the training run.
+        mode: "online", "shared", "disabled", or "offline", which needs no network and writes files that `wandb sync`
+            uploads later. Default: the environment variable WANDB_MODE, otherwise "online".
+        options: Further arguments of `wandb.init`, such as `entity`, `group`, `tags` and `dir`.
 
     Attributes:
-        run_id: The id of the run.
+        run_id: ID of the wandb run.
 
     Raises:
         ModuleNotFoundError: wandb is not installed.
@@ -226,25 +231,24 @@ class WandbLogger(_ServiceLogger):
         options |= {key: value for key, value in given.items() if value is not None}
         super().__init__(WandbRun(name, "`WandbLogger`", **options))
 
-    on_step_metrics = Callback.on_step_metrics  # off: a wandb run has a single count, for epochs
+    on_step_metrics = Callback.on_step_metrics  # off: a wandb run has a single step counter, used for epochs
     on_validation = Callback.on_validation
 
 
 class CometLogger(_ServiceLogger):
-    """Logs to an experiment of Comet: the config as its parameters, and the metrics with the epoch as their step.
+    """Logs to a Comet experiment: the config as parameters, and the metrics with the epoch as the step.
 
-    If an experiment is already active, the logger writes to it and leaves it open.
+    If an experiment is already active, the logger writes to it and does not close it.
 
     Args:
-        project: Name of the project. Default: the environment variable COMET_PROJECT_NAME, or the default of the
-            service.
-        name: Name of the experiment. Default: the name of the run.
-        online: False writes an archive to the folder of the run when the run ends, and `comet upload` sends it later.
-            This needs no network and no key.
-        options: More arguments of `comet_ml.Experiment`, such as `workspace` and `offline_directory`.
+        project: Name of the project. Default: the environment variable COMET_PROJECT_NAME, or the service's default.
+        name: Name of the experiment. Default: the name of the training run.
+        online: False needs no network and no API key: it writes an archive to the run's folder when the run ends, which
+            `comet upload` uploads later.
+        options: Further arguments of `comet_ml.Experiment`, such as `workspace` and `offline_directory`.
 
     Attributes:
-        run_id: The key of the experiment.
+        run_id: Key of the experiment.
 
     Raises:
         ModuleNotFoundError: comet_ml is not installed.

@@ -1,4 +1,4 @@
-"""Callbacks that measure: learning rates, gradient norms, throughput, goodput, and single steps."""
+"""Callbacks that measure learning rates, gradient norms, throughput, goodput, and individual steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection, Metr
 from raysgd.storage import open_folder
 
 _SECONDS = ("seconds", "time_this_iter_s", "_time_this_iter_s")
-"""Names of the time in the results of epochs, of reports in `fit()`, and of reports in `Trainer.run`."""
+"""Names of the elapsed time in results of epochs, in reports of `fit()`, and in reports of `Trainer.run`."""
 
 
 class LearningRateMonitor(WorkerCallback):
-    """Adds the learning rate of the last step of each epoch to its results, as `lr`.
+    """Adds the learning rate of each epoch's last step to the results, as `lr`.
 
     With several optimizers, the names are `lr_optimizer0` and so on. With several parameter groups, they are
-    `lr_group0` and so on, or `lr_NAME` if a group has a name. For `TorchTrainer`.
+    `lr_group0` and so on, or `lr_NAME` for a group with a name. For `TorchTrainer`.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,9 @@ def _rates_of(operator: Any, index: int, optimizer: Any) -> Iterator[tuple[str, 
 class ThroughputMonitor(Callback):
     """Adds `samples_per_s` of all workers and `batches_per_s` of one worker to the results of each epoch.
 
-    With accumulation, an optimizer step takes several batches. The time is that of the training call, with recoveries
-    but without validation. For functions it is the time since the previous report, and reports need `num_samples`.
+    With gradient accumulation, an optimizer step takes several batches. The time is the duration of the training call,
+    which includes recoveries but not validation. For training functions, it is the time since the previous report, and
+    reports must contain `num_samples`.
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -63,12 +64,13 @@ class ThroughputMonitor(Callback):
 
 
 class GoodputMonitor(Callback):
-    """Adds `goodput` and the use of time to the results of each epoch, such as `time_useful_s` and `time_data_s`.
+    """Adds `goodput` and a breakdown of time, such as `time_useful_s` and `time_data_s`, to the results of each epoch.
 
     The seconds are the mean over the ranks since the previous epoch. Bins without any time are left out. `goodput` is
-    the share of the time in training calls that was not lost to failures. docs/training-runs.md explains the bins.
+    the fraction of time in training calls that was not lost to failures. docs/training-runs.md explains the bins.
 
-    For training functions, only `goodput` and `time_recovery_s` are known. Repeated steps are not counted.
+    For training functions, only `goodput` and `time_recovery_s` are available. Time spent on repeated steps does not
+    reduce this goodput.
     """
 
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ class GoodputMonitor(Callback):
         self._num_events = len(run.history.events)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Add the goodput and the seconds."""
+        """Add the goodput and the seconds in each bin."""
         if run.trainer is None:
             self._of_function(run, result)
             return
@@ -107,16 +109,16 @@ def _seconds_of(result: Mapping[str, Any]) -> float:
 
 
 class GradientNorms(WorkerCallback):
-    """Adds the norm of the gradients before clipping to the results: `grad_norm` (the mean) and `max_grad_norm`.
+    """Adds the gradient norm before clipping to the results: `grad_norm` (the mean) and `max_grad_norm`.
 
-    The gradients are those of the optimizer step, averaged over all workers. In fp16, steps that are skipped because
-    gradients overflowed are not in the mean; `num_overflows` counts them. With several optimizers, the names are
-    `grad_norm_optimizer0` and so on. For `TorchTrainer`.
+    The norm is computed on the gradients of each optimizer step, averaged over all workers. In fp16, steps that are
+    skipped because gradients overflowed are excluded; `num_overflows` counts them. With several optimizers, the names
+    are `grad_norm_optimizer0` and so on. For `TorchTrainer`.
     """
 
     def __init__(self) -> None:
-        # By optimizer: sum, count and maximum of the norms, and the number of skipped steps. The end of an epoch clears
-        # them, because a worker that steps in starts an epoch with the state of the others.
+        # For each optimizer: sum, count and maximum of the norms, and the number of skipped steps. Cleared at the end
+        # of an epoch, because a replacement worker starts the epoch with the other workers' state.
         self._totals: dict[int, list[Any]] = {}
 
     def on_begin(self, operator: Any) -> None:
@@ -125,7 +127,7 @@ class GradientNorms(WorkerCallback):
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
         norm, index = _norm_of(operator, optimizer), index_of(operator, optimizer)
         operator._raysgd.callbacks.note_norm(norm)
-        counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)  # a tensor: no wait for the device
+        counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)  # a tensor: no device sync
         total, count, largest, num_overflows = self._totals.get(index, (0.0, 0, 0.0, 0))
         norm = norm.where(counts, 0.0)
         most = norm.maximum(_like(largest, norm))
@@ -157,20 +159,20 @@ def _norm_of(operator: Any, optimizer: Any) -> Any:
 
 
 def _like(value: Any, tensor: Any) -> Any:
-    """Convert a number, which may come from a loaded state, to a tensor like another one."""
+    """Convert a number, such as one from a loaded state, to a tensor with the dtype and device of `tensor`."""
     import torch
 
     return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
 
 
 class StepMetrics(WorkerCallback):
-    """Averages the metrics of this worker over every few steps, for callbacks with `on_step_metrics`.
+    """Averages this worker's metrics over windows of `every` steps, for callbacks with `on_step_metrics`.
 
     Args:
-        every: Number of steps in a mean.
+        every: Number of steps in a window.
 
     Attributes:
-        begun: Mean to continue if a run resumes inside it: the step, and what each rank had measured until then.
+        begun: The window to continue if a run resumes inside a window: the step, and each rank's measurements so far.
     """
 
     def __init__(self, every: int) -> None:
@@ -186,7 +188,7 @@ class StepMetrics(WorkerCallback):
 
     def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
         last = step - 1 if self._last < 0 else self._last
-        if step <= last or not isinstance(metrics, Mapping):  # a step repeated after a failure counts once
+        if step <= last or not isinstance(metrics, Mapping):  # a step that is repeated after a failure counts once
             return
         values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
         num_samples = values.pop(NUM_SAMPLES, 1)
@@ -197,24 +199,27 @@ class StepMetrics(WorkerCallback):
         self._last = step
 
     def open(self) -> MetricSummary:
-        """Return the measurements since the last mean."""
+        """Return the measurements since the last complete window."""
         return self._open.summary()
 
     def summaries(self, after: int) -> dict[int, MetricSummary]:
-        """Return the means after the step `after`, by their last step. Forget earlier ones."""
+        """Return the means of windows that end after the step `after`, by their last step. Discard earlier means."""
         for step in [step for step in list(self._closed) if step <= after]:
             del self._closed[step]
         return {step: meters.summary() for step, meters in list(self._closed.items())}
 
 
 def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
-    """Return the means of a worker after a step. This runs beside the training, because it may wait for the device."""
+    """Return a worker's means for the windows that end after the step `after`.
+
+    Runs in a second thread beside the training, because it may wait for the device.
+    """
     found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
     return {} if found is None else found.summaries(after)
 
 
 def open_steps(replica: Any) -> tuple[int, MetricSummary]:
-    """Return the step of a worker, and its measurements since the last mean."""
+    """Return a worker's current step, and its measurements since the last complete window."""
     found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
     return replica.operator.global_step, MetricSummary() if found is None else found.open()
 
@@ -225,13 +230,13 @@ class ProfilerTrace(WorkerCallback):
     Open the files in https://ui.perfetto.dev. For `TorchTrainer`.
 
     Args:
-        folder: Folder for the files: one that all workers see, or a URI such as `s3://bucket/traces`.
-        steps: Range of steps to record, like `range(first, end)`, counted from 0 in the run of a worker. Recording ends
-            with the epoch at the latest.
+        folder: Folder for the files: a folder that all workers share, or a URI such as `s3://bucket/traces`.
+        steps: Steps to record, as in `range(first, end)`, counted from 0 when the run begins on a worker. Recording
+            stops at the end of the epoch at the latest.
         ranks: Ranks of the workers that record; None for all.
 
     Raises:
-        ValueError, TypeError: An argument is wrong.
+        ValueError, TypeError: An argument is invalid.
 
     Examples:
         >>> trace = ProfilerTrace("traces", steps=(10, 15))
@@ -241,7 +246,7 @@ class ProfilerTrace(WorkerCallback):
         self, folder: str | Path, steps: tuple[int, int] = (1, 4), *, ranks: Iterable[int] | None = None
     ) -> None:
         self._folder = open_folder(folder, argument="folder")
-        if self._folder.is_local:  # workers may have another working directory
+        if self._folder.is_local:  # workers may have a different working directory
             self._folder = open_folder(self._folder.local_path.absolute())
         self.steps = _checked_steps(steps)
         self.ranks = None if ranks is None else _checked_ranks(ranks)

@@ -1,11 +1,11 @@
 """`ProgressBar`: shows the progress of a run, and one line of results for each epoch.
 
-The driver draws; workers only count. A terminal or a notebook gets a bar, which is cleared when the call is over. A log
-file gets lines only, because a bar would fill pages. What it guarantees:
+The driver draws; workers only count. A terminal or a notebook gets a bar, which is cleared when the call finishes. A
+log file gets only lines, because a bar would fill pages. Guarantees:
 
-* While a bar is shown, everything else that is printed or logged goes above it, on lines of its own.
-* A cleared bar leaves nothing behind. Lines stay.
-* Nothing here ends the training. If the terminal is gone, only the drawing ends.
+* While a bar is shown, other printed and logged lines appear above it.
+* A cleared bar leaves no trace. Lines stay.
+* An error while drawing never ends the training. If the terminal closes, only the drawing stops.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class ProgressBar(Callback):
     """Shows the progress of a run: a bar for each call of train, validate, and predict, and a line for each epoch.
 
     Args:
-        metrics: Names of the metrics to show. None shows the four most telling ones in lines, and the first three of a
-            batch in the bar. A narrow terminal drops the throughput first, and then metrics.
-        stream: Stream to draw on. Default: standard error.
+        metrics: Names of the metrics to show. None shows the four most informative metrics in each line, and the first
+            three metrics of the current batch in the bar. On a narrow terminal, the throughput is dropped first, then
+            metrics.
+        stream: Stream to write to. Default: standard error.
 
     Examples:
         >>> trainer.fit(10, callbacks=[ProgressBar(metrics=("train_loss", "val_loss"))])  # doctest: +SKIP
@@ -97,7 +98,7 @@ class ProgressBar(Callback):
 
     @contextlib.contextmanager
     def around(self, trainer: Any) -> Iterator[ProgressBar]:
-        """Show the calls of `train`, `validate`, `test` and `predict` that you make inside the block.
+        """Show the progress of `train`, `validate`, `test` and `predict` calls inside the `with` block.
 
         Args:
             trainer: A class-based trainer.
@@ -122,7 +123,7 @@ class ProgressBar(Callback):
                 self._bar.clear()
 
     def _show(self, progress: CallProgress, label: str) -> None:
-        """Draw the progress of a call. Clear the bar when the call is done."""
+        """Draw the progress of a call, or clear the bar if the call has finished."""
         if progress.is_done:
             self._bar.clear()
             return
@@ -145,7 +146,7 @@ class ProgressBar(Callback):
 
     @property
     def _bar(self) -> LineBar:
-        """The bar. It is made when first needed, because by then programs have set up their streams."""
+        """The bar, created on first use, so that the program can set up its streams first."""
         if self._drawn is None:
             self._drawn = make_bar(self._stream or sys.stderr)
         return self._drawn
@@ -157,7 +158,7 @@ class ProgressBar(Callback):
         return f"{unit} {run.epoch:>{width}}{of}"
 
     def _circumstances(self, result: dict[str, Any]) -> dict[str, str]:
-        """Return what a row says besides its metrics: time, throughput, and the number of workers if it has changed."""
+        """Return a row's other values: time, throughput, and the number of workers if it has changed."""
         told = {}
         if readable.is_real(result.get("seconds")):
             told["time"] = readable.seconds(result["seconds"])
@@ -172,7 +173,7 @@ class ProgressBar(Callback):
 
 
 def _as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return names and values as printable text. A name may contain anything, even codes that move the cursor."""
+    """Return names and values as printable strings. A metric's name could contain control codes of the terminal."""
     return {_printable(name): _printable(readable.number(value)) for name, value in metrics.items()}
 
 
@@ -196,11 +197,7 @@ def _checked_names(metrics: Any) -> tuple[str, ...] | None:
 
 
 class LineBar:
-    """Progress for log files: only lines, in columns. A long call writes a line every minute.
-
-    Args:
-        stream: Stream to write to.
-    """
+    """Progress for log files: only lines, aligned in columns. A long call writes a line every minute."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -213,8 +210,8 @@ class LineBar:
         Args:
             title: Title of the call, such as "epoch 3/10 train".
             done: Number of batches so far.
-            total: Number of all batches; None if unknown.
-            values: Metrics by name, as text.
+            total: Total number of batches, or None if unknown.
+            values: Formatted metrics by name.
         """
         if time.monotonic() - self._last_line >= _QUIET_S:
             of = f"/{total}" if total is not None else ""
@@ -222,17 +219,17 @@ class LineBar:
             self.line(f"{title} {done}{of} batches  {told}".rstrip())
 
     def clear(self) -> None:
-        """Clear the bar, if there is one."""
+        """Clear the bar. Subclasses with a bar override this."""
 
     def row(self, label: str, metrics: Mapping[str, Any], told: Mapping[str, str], most: int | None) -> None:
-        """Write a line of results. It stays.
+        """Write a permanent line of results.
 
         Args:
             label: Label of the line, such as "epoch 3/10".
-            metrics: Metrics to show. If there are more than `most`, or than fit in the terminal, the most telling ones
-                are shown.
-            told: Other values to show. A narrow terminal drops the throughput first.
-            most: How many metrics to show at most; None for all.
+            metrics: Metrics to show. If they exceed `most` or the width of the terminal, only the most informative
+                metrics are shown.
+            told: Other values to show. On a narrow terminal, the throughput is dropped first.
+            most: Maximum number of metrics to show; None for all.
         """
         width = cards.width() if is_terminal(self._stream) else math.inf
         without_rate = {name: value for name, value in told.items() if name != _RATE}
@@ -247,14 +244,14 @@ class LineBar:
         self.line(text)
 
     def line(self, text: str) -> None:
-        """Write a line. It stays."""
+        """Write a permanent line."""
         self._last_line = time.monotonic()
         with _while_there_is_a_reader():
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
     def _in_columns(self, label: str, values: Mapping[str, str]) -> str:
-        """Return a row in the same columns as earlier rows."""
+        """Format a row with the column widths of earlier rows."""
         cells = [_name_before(name) + self._padded(name, value) for name, value in values.items()]
         return "  ".join([self._padded("", label), *cells]).rstrip()
 
@@ -265,10 +262,10 @@ class LineBar:
 
 
 class TqdmBar(LineBar):
-    """Bar of tqdm, which is cleared when the call is over. In notebooks it is a widget, if ipywidgets is installed.
+    """A tqdm bar, which is cleared when the call finishes. In notebooks it is a widget, if ipywidgets is installed.
 
     Args:
-        stream: Stream to draw on: a terminal, or the output of a notebook.
+        stream: Stream to write to: a terminal, or the output of a notebook.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -302,7 +299,7 @@ class TqdmBar(LineBar):
                 bar.close()
 
     def _fits(self) -> bool:
-        """Return True if the whole line with a short bar fits in the terminal. If not, tqdm would cut it."""
+        """Return True if the line with the shortest bar fits in the terminal. Otherwise tqdm would truncate it."""
         facts = self._bar.format_dict
         shortest = facts["bar_format"].replace("{bar}", "#" * _SHORTEST_BAR)
         line = self._bar.format_meter(**{**facts, "ncols": None, "bar_format": shortest})
@@ -310,7 +307,7 @@ class TqdmBar(LineBar):
 
 
 def make_bar(stream: Any) -> LineBar:
-    """Return a bar for a stream. It writes lines if the stream cannot show a bar or tqdm is not installed."""
+    """Return a bar for a stream, or a `LineBar` if the stream cannot show a bar or tqdm is not installed."""
     if not is_watched(stream):
         return LineBar(stream)
     try:
@@ -320,31 +317,31 @@ def make_bar(stream: Any) -> LineBar:
 
 
 def is_watched(stream: Any) -> bool:
-    """Return True if a stream can show a bar: it is a terminal that can redraw a line, or a notebook."""
+    """Return True if a stream can show a bar: a terminal that can redraw lines, or any stream in a notebook."""
     return is_notebook() or is_terminal(stream)
 
 
 def is_notebook() -> bool:
-    """Return True if output goes to a notebook."""
+    """Return True if this program runs in a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return True if a stream is a terminal that can redraw a line."""
+    """Return True if a stream is a terminal that can redraw lines."""
     is_one = bool(getattr(stream, "isatty", lambda: False)())
     return is_one and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _name_before(name: str) -> str:
-    """Return the name to write before a value, or nothing if the value has a unit."""
+    """Return the label to write before a value, or an empty string if the value's unit explains it."""
     return "" if name in _SPEAK_FOR_THEMSELVES else f"{name} "
 
 
 @contextlib.contextmanager
 def _while_there_is_a_reader() -> Iterator[None]:
-    """Ignore errors of a closed terminal or an unwritable log file, so that the training goes on."""
+    """Ignore errors of a closed terminal or an unwritable log file inside the block, so that training continues."""
     try:
         yield
     except (OSError, ValueError) as error:  # a closed stream is a ValueError
@@ -353,7 +350,7 @@ def _while_there_is_a_reader() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lines_above(stream: Any) -> Iterator[None]:
-    """Send printed and logged lines above the bar of tqdm on a terminal, inside the block."""
+    """Inside the block, show printed and logged lines above the tqdm bar on a terminal."""
     wrapper = require("tqdm.contrib", extra="progress").DummyTqdmFile
     with contextlib.ExitStack() as stack:
         for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
@@ -361,7 +358,7 @@ def lines_above(stream: Any) -> Iterator[None]:
             if before is stream or (before is not None and before.isatty()):
                 above = wrapper(stream)
                 stack.enter_context(redirect(above))
-                for handler in _handlers_of(before):  # handlers keep their first stream
+                for handler in _handlers_of(before):  # handlers hold on to the stream they were created with
                     stack.callback(handler.setStream, before)
                     handler.setStream(above)
         yield

@@ -1,4 +1,4 @@
-"""`HTMLReport`: shows a run in one self-contained HTML file, which is written again after every epoch.
+"""`HTMLReport`: shows a run in one self-contained HTML file, which is rewritten after every epoch.
 
 Python writes the text and tables of the page. In the browser, uPlot and `page/page.js` draw the charts.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DATA_ID = "raysgd-run"
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "use_gpu", "precision", "strategy", "min_workers", "spare_workers")
-_SHARE = 50  # writing may take a fiftieth of the time
+_SHARE = 50  # writing may take at most 1/50 of the time
 _MOST_ENTRIES = 500
 _REFRESH_S = 10
 _MOST_ROWS = 200
@@ -52,14 +52,14 @@ _VIEW = (
 
 
 class HTMLReport(Callback):
-    """Writes a report of the run: curves, throughput, use of time, failures, results, configuration.
+    """Writes an HTML report of the run: curves, throughput, a time breakdown, failures, results, configuration.
 
-    The file is complete whenever you open it, and needs no network. While the run goes on, the page refreshes itself.
-    If a run has very many short epochs, the file is not written after each of them, but always after the last one.
-    Keys and passwords in the config are shown as `***`. They are found by the names of entries, and in URIs.
+    The file is complete whenever you open it, and needs no network. While the run is active, the page refreshes itself.
+    In a run with many short epochs, the file is not written after every epoch, but always after the last. Keys and
+    passwords in the config are shown as `***`; they are recognized by the names of config entries, and in URIs.
 
     Args:
-        path: Path of the file. None means `report.html` in the folder of the run.
+        path: Path of the file. Default: `report.html` in the run's folder.
 
     Raises:
         TypeError, ValueError: `path` is not a path, or is a URI.
@@ -108,7 +108,7 @@ class HTMLReport(Callback):
         return f"report: {path}" if path.is_file() else None
 
     def path(self, run: Run) -> Path:
-        """Return the path of the report of a run."""
+        """Return the path of a run's report."""
         return self._given if self._given is not None else run.folder / "report.html"
 
     def _write(self, run: Run, state: str, reason: str = "") -> None:
@@ -122,10 +122,10 @@ class HTMLReport(Callback):
 
 
 def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
-    """Return all facts of a run for the page, except its history, as plain data."""
+    """Return everything that the page shows about a run, except its history, as plain data."""
     trainer = run.trainer
     about: dict[str, Any] = {"raysgd": __version__, "Python": platform.python_version()}
-    for name in _PACKAGES:  # only if already imported
+    for name in _PACKAGES:  # only those that the program has imported
         about[name] = getattr(sys.modules.get(name), "__version__", None)
     about |= {"system": platform.platform(), "host": platform.node()}
     if trainer is not None:
@@ -150,7 +150,7 @@ def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
 
 
 def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page. It refreshes itself while the run goes on, and browsers run only our own scripts in it."""
+    """Return the page's HTML. It refreshes itself while the run is active. Its policy allows only our own scripts."""
     files, nonce = Path(__file__).with_name("page"), secrets.token_urlsafe(16)
     names = ("uplot/uPlot.min.css", "page.css", "uplot/LICENSE", "uplot/uPlot.iife.min.js", "page.js")
     uplot_style, style, license_text, uplot, script = ((files / name).read_text("utf-8") for name in names)
@@ -201,9 +201,10 @@ def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[
 
 
 def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the lines of each chart: a training metric together with its validation metric. The learning rate is last.
+    """Return the metrics to draw in each chart. A chart combines a training metric with its validation metric.
 
-    A metric without any drawable value has no line. If both metrics are equal, only one is drawn.
+    The learning rate comes last. Metrics without drawable values are left out. If both metrics of a chart have the same
+    values, only one is drawn.
     """
     groups: dict[str, dict[str, list[Any]]] = {}
     for name in sorted(readable.metrics_of(rows), key=lambda name: name == "lr"):
@@ -231,13 +232,13 @@ def _header(facts: Mapping[str, Any], history: History) -> str:
 
 
 def _events(history: History) -> str:
-    """Return the list of events of the workers. Marks in the chart above it have the same numbers."""
+    """Return a numbered list of the workers' events. Marks in the chart above the list have the same numbers."""
     items = "".join(f"<li>{safe(line)}</li>" for line in readable.event_lines(history.events))
     return f"<ol>{items}</ol>" if items else _note("No worker was lost, and none was added.")
 
 
 def _where_time_went(ledger: Mapping[str, float]) -> str:
-    """Return a table of how the time in training calls was spent, and a note on the time outside of them."""
+    """Return a table of how the time in training calls was spent, and a note on the time outside those calls."""
     inside = {name: took for name, took in ledger.items() if name not in time_spent.OUTSIDE and took > 0}
     total, goodput = sum(inside.values()), time_spent.goodput_of(ledger)
     if goodput is None:
@@ -259,7 +260,7 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
 
 
 def _results(history: History) -> str:
-    """Return a table with the metrics of the last epochs, and a folded table with their other values."""
+    """Return a table with the metrics of the last epochs, and a collapsed table with their other values."""
     rows = [*history][-_MOST_ROWS:]
     metrics = readable.metrics_of(rows)
     others = ["epoch", *(name for name in readable.names_in(rows) if name not in {*metrics, "epoch"})]

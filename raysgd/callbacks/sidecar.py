@@ -1,7 +1,8 @@
-"""The small file beside a checkpoint of `Run.save`: the history of the run and the states of its callbacks.
+"""The sidecar file that `Run.save` writes beside a checkpoint: the run's history and the states of its callbacks.
 
-In a long run the history is large, and most of it has been saved before. So it is written once, in parts, to separate
-files beside the checkpoints. The small file names these parts and holds only the rest.
+In a long run, the history is large, and most of it was already saved with earlier checkpoints. Therefore it is split
+into parts, and each part is written only once, to a separate file in the folder of the checkpoints. The sidecar lists
+these parts and holds only the rest of the history.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
         isinstance(value, list) and all(isinstance(each, str) and _NAME_OF_PART.fullmatch(each) for each in value)
     ),
 }
-"""Checks for the entries of the file, except the history."""
+"""Validators for the entries of a sidecar file, except the history."""
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The content of the file beside a checkpoint.
+    """The content of a sidecar file.
 
     Attributes:
-        epoch: Number of epochs in the checkpoint.
+        epoch: Number of completed epochs in the checkpoint.
         history: History of the run up to the checkpoint.
         callbacks: The class and the state of each callback.
-        pending: Epoch whose result callbacks did not know yet, such as one whose validation was still running, or None.
-        epochs: The last epoch of the run; None if unknown.
-        begun: Place inside the next epoch where the run was saved, as plain data; None between two epochs.
-        open_steps: Measurements of each rank since the last mean that loggers got, as plain data.
-        max_step: The last step of the run; None if it has no limit.
+        pending: Epoch whose result callbacks had not received yet, for example because its validation was still
+            running, or None.
+        epochs: The last epoch of the run, or None if unknown.
+        begun: Progress of the next epoch if the checkpoint is from inside an epoch, as plain data; otherwise None.
+        open_steps: The step, and each rank's measurements since the last mean that loggers received, as plain data.
+        max_step: The last step of the run, or None if steps are not limited.
     """
 
     epoch: int
@@ -60,14 +62,14 @@ class Sidecar:
 
 
 class Sidecars:
-    """Writes and reads the files beside the checkpoints of one run."""
+    """Writes and reads the sidecar files of one run."""
 
     def __init__(self) -> None:
-        # By folder: the files with parts of the history, in order, and how much of the history they hold.
+        # For each folder: the files with parts of the history, in order, and how much of the history they hold.
         self._written: dict[str, tuple[tuple[str, ...], HistoryLimits]] = {}
 
     def write(self, checkpoint: str, sidecar: Sidecar) -> None:
-        """Write the file beside a checkpoint.
+        """Write the sidecar file of a checkpoint.
 
         Raises:
             OSError: The file could not be written.
@@ -91,24 +93,28 @@ class Sidecars:
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
     def _with_parts(self, checkpoint: str, history: History) -> tuple[tuple[str, ...], HistoryLimits]:
-        """Write another part if there is enough for one. The last entry of each kind stays out: it may still change."""
+        """Write another part once there are enough new rows. The last entry of each list may still change, so omit it.
+
+        Returns:
+            The names of all parts so far, and how much of the history they hold.
+        """
         folder = files.in_folder_of(checkpoint, "")
         names, extent = self._written.get(folder, ((), BEGINNING))
         end = HistoryLimits(*(max(0, number - 1) for number in history.extent))
         if end.rows - extent.rows < _ROWS_OF_PART:
             return names, extent
         content = history.part(extent, end).to_json()
-        name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # the hash keeps runs apart
+        name = f"history-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"  # the hash separates runs
         _write(files.in_folder_of(checkpoint, name), content)
         self._written[folder] = (*names, name), end
         return self._written[folder]
 
     def read(self, checkpoint: str) -> Sidecar | None:
-        """Return the content of the file beside a checkpoint, or None if there is no such file.
+        """Return the content of a checkpoint's sidecar file, or None if the checkpoint has no sidecar.
 
         Raises:
             ValueError: The file is damaged, or a part of the history is missing.
-            StorageError: A store could not be reached.
+            StorageError: The storage is unreachable.
         """
         found = _read(checkpoint)
         if found is None:
@@ -124,7 +130,7 @@ class Sidecars:
 
 
 def place_of(checkpoint: str) -> tuple[int, int]:
-    """Return the epochs of a checkpoint and the batches of its next epoch; (-1, 0) if there is no file beside it."""
+    """Return a checkpoint's completed epochs and the batches of its next epoch; (-1, 0) if it has no sidecar file."""
     found = _read(checkpoint)
     if found is None:
         return -1, 0
@@ -132,7 +138,7 @@ def place_of(checkpoint: str) -> tuple[int, int]:
 
 
 def location(checkpoint: str) -> str:
-    """Return the location of the file beside a checkpoint."""
+    """Return the path or URI of a checkpoint's sidecar file."""
     return files.beside(checkpoint, ENDING)
 
 
@@ -142,7 +148,7 @@ def _write(place: str, content: str) -> None:
 
 
 def _read(checkpoint: str) -> tuple[Sidecar, list[str]] | None:
-    """Return the content of the file beside a checkpoint, and the names of the files with parts of the history."""
+    """Return the content of a checkpoint's sidecar file, and the names of the files with parts of the history."""
     beside = location(checkpoint)
     try:
         content = json.loads(_text(beside))

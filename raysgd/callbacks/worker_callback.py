@@ -1,4 +1,4 @@
-"""`WorkerCallback`, which runs in every worker, around each step."""
+"""`WorkerCallback`, the base class of callbacks that run in every worker, around each step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LIBRARIES = ("torch", "horovod", "raysgd")
 
 
 class WorkerCallback:
-    """Base class for callbacks in the workers of a `TorchTrainer`. Its methods do nothing; override the ones you need.
+    """Base class for callbacks in the workers of a `TorchTrainer`.
 
-    Each worker gets a copy, so the callback must pickle. All workers must do the same to the model, and all of them
-    must call each collective.
+    The methods do nothing by default; override those you need. Each worker receives a copy, so the callback must be
+    picklable. A change to the model must be the same on all workers, and all workers must take part in each collective.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -27,68 +27,75 @@ class WorkerCallback:
         warn_of_unknown_events(cls, WorkerCallback)
 
     def on_begin(self, operator: Any) -> None:
-        """Called when the run begins. On a new worker it is called before `load_state_dict`."""
+        """Called when the run begins. On a new worker, it is called before `load_state_dict`."""
 
     def on_epoch_begin(self, operator: Any) -> None:
         """Called before the first step of an epoch on this worker."""
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
-        """Called before each optimizer step. The gradients are those of all workers, unscaled and not yet clipped."""
+        """Called before each optimizer step. Gradients are averaged over all workers, unscaled, and not yet clipped."""
 
     def on_optimizer_step(self, operator: Any, optimizer: Any) -> None:
-        """Called after each step of a registered `torch.optim.Optimizer`, even if your own code makes the step.
+        """Called after each step of a registered `torch.optim.Optimizer`, even if your own code calls `step`.
 
-        It is not called for a step that mixed precision skips, or for one without gradients.
+        It is not called for steps that mixed precision skips, or for steps without gradients.
         """
 
     def on_step_end(self, operator: Any, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Called after each optimizer step that `train_batch` made.
+        """Called after each `train_batch` that completes an optimizer step.
 
         Args:
             operator: This worker's operator.
-            step: Number of batches that this operator has trained on, including this one.
-            metrics: Metrics that `train_batch` returned. For a step of several batches, their means.
+            step: Number of batches that this operator has trained on, including the current batch.
+            metrics: Metrics that `train_batch` returned. With gradient accumulation, their means over the step's
+                batches.
 
         Returns:
-            More metrics of the batch, averaged like the others; None if there are none.
+            Additional metrics of the batch, averaged like the metrics of `train_batch`, or None.
         """
         return None
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
-        """Called when this worker has its metrics of the epoch. You may add entries."""
+        """Called at the end of an epoch with this worker's metrics. You may add entries."""
 
     def _on_leg(self, operator: Any, leg: Mapping[str, Any]) -> None:
-        """Called before the first batch that this worker's group trains on in an epoch; see `raysgd.journal`."""
+        """Called before the first batch of a leg: at the start of an epoch, and when a new group continues the epoch.
+
+        See `raysgd.journal`.
+        """
 
     def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
-        """Called after each batch of the library's loops; `is_boundary` if the optimizer step ends with it.
+        """Called after each batch in the library's own loops.
 
-        `metrics` are those of the batch, None for padding. `global_step` does not count the batch yet.
+        Args:
+            operator: This worker's operator.
+            metrics: Metrics of the batch; None for padding.
+            is_boundary: True if the batch completes an optimizer step. `global_step` does not count the batch yet.
         """
 
     def _on_norm(self, norm: Any) -> None:
-        """Called in a step with the norm of an optimizer's gradients, before clipping, if something has computed it."""
+        """Called with the gradient norm before clipping, in steps in which clipping or a callback has computed it."""
 
     def state_key(self) -> str:
-        """Return the name of the state. The default is the name of the class.
+        """Return the key under which the callback's state is saved. Default: the name of the class.
 
-        A run continues with the state of the same name. Override this to use several callbacks of one class in a run.
+        A resumed run loads the state with the same key. Override this to use several callbacks of one class in a run.
         """
         return type(self).__name__
 
     def state_dict(self) -> Any:
-        """Return the state to keep in snapshots and files, as tensors and plain data. That of rank 0 counts."""
+        """Return the state to save in snapshots and checkpoints, as tensors and plain data. Rank 0's state is used."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Load a state that `state_dict` returned."""
+        """Load the state that `state_dict` returned."""
 
 
 def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
-    """Refuse callbacks whose states could not be told apart.
+    """Reject callbacks whose states would be saved under the same key.
 
     Raises:
-        ValueError: Two of them have the same `state_key`.
+        ValueError: Two callbacks have the same `state_key`.
     """
     for key, count in Counter(key_of(each) for each in callbacks if has_state(each)).items():
         if count > 1:
@@ -112,7 +119,8 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
     """Call a method of a callback.
 
     Raises:
-        CallbackError: The method failed. Errors of libraries are not wrapped, so that lost connections are recognized.
+        CallbackError: The method failed. Errors of `torch`, Horovod and raysgd are raised unchanged, so that lost
+            connections are recognized.
     """
     try:
         return getattr(callback, method)(*args)
@@ -125,7 +133,7 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
 
 
 def warn_of_unknown_events(owner: type, events_of: type) -> None:
-    """Warn about methods named like an event, `on_...`, that no base class has."""
+    """Warn about methods whose names start with `on_` but that no base class has."""
     known = [name for name in vars(events_of) if name.startswith("on_")]
     for name in vars(owner):
         if name.startswith("on_") and not any(hasattr(base, name) for base in owner.__bases__):
@@ -139,18 +147,18 @@ def optimizers_of(operator: Any) -> list[Any]:
 
 
 def models_of(operator: Any) -> list[Any]:
-    """Return the registered models, without wrappers."""
+    """Return the registered models without wrappers such as DDP."""
     return list(operator._raysgd.registered.original_models)
 
 
 def left_out_of(operator: Any) -> Collection[int]:
-    """Return the ids of the parameters that no state holds, because `setup` makes them again."""
+    """Return the `id`s of parameters that are not part of any saved state, because `setup` recreates them."""
     remade = operator._raysgd.remade
     return () if remade is None else remade.ids
 
 
 def state_of(operator: Any, key: str) -> Any:
-    """Return the state of a worker callback by its `state_key`; None if there is none."""
+    """Return the state of the worker callback with this `state_key`, or None if there is no such state."""
     return operator._raysgd.callbacks.state_of(key)
 
 
@@ -160,15 +168,15 @@ def rank_of(operator: Any) -> int:
 
 
 def is_sharded(operator: Any) -> bool:
-    """Return True if each worker has only a part of the models."""
+    """Return True if the models are sharded over the workers."""
     return bool(operator._raysgd.parallel.is_sharded)
 
 
 def index_of(operator: Any, optimizer: Any) -> int:
-    """Return the index of an optimizer among the registered ones."""
+    """Return the index of an optimizer in the list of registered optimizers."""
     return next((index for index, each in enumerate(optimizers_of(operator)) if each is optimizer), 0)
 
 
 def of_optimizer(name: str, index: int, operator: Any) -> str:
-    """Return the name of a metric for one optimizer. It has a number if there are several."""
+    """Return a metric's name for one optimizer. The name includes the index if several optimizers are registered."""
     return f"{name}_optimizer{index}" if len(optimizers_of(operator)) > 1 else name

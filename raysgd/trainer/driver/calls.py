@@ -1,7 +1,7 @@
-"""Training and validation calls in the driver: makes a request for each worker and handles the answers.
+"""The driver's side of training and validation calls: creates a request for each worker and handles the answers.
 
-While a call runs, listeners hear of its progress. After it, its speed and its use of time are known. A validation
-beside the training runs on a spare, unless the spare has to replace a lost worker.
+While a call runs, listeners are notified of its progress. Afterward, its throughput and time breakdown are available.
+Validation concurrent with training runs on a spare, unless the spare is needed to replace a lost worker.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _OPEN_STEPS_S = 10.0  # the workers are idle at a save, but the machine may be busy
 
 Validation = Callable[[Callable[[], None]], list[EpochAnswer]]
-"""Function that validates. Its argument is called while it waits."""
+"""Function that validates. It takes a function that it calls repeatedly while it waits."""
 
 
 def asked(
@@ -51,17 +51,17 @@ def asked(
     reduce_results: bool = True,
     info: Mapping[str, Any] | None = None,
 ) -> EpochRequest:
-    """Check the arguments of a call, and return the request for every replica."""
+    """Check the arguments of a call, and return the request that is common to all replicas."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
     return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile, seed=0)
 
 
 class EpochLeft(Exception):
-    """A training call stopped before its end on request.
+    """Raised when a training call has stopped early, on request.
 
     Attributes:
-        states: Progress of each rank, as a `RunState`. Empty if the call could not stop at a step.
-        seconds: Seconds of training in the epoch.
+        states: Each rank's progress, as a `RunState`. Empty if the call could not stop at a step.
+        seconds: Training time of the epoch so far.
     """
 
     def __init__(self, states: Sequence[Any] = ()) -> None:
@@ -80,13 +80,10 @@ _INSIDE_A_CALL = (
 
 
 class ProgressListeners:
-    """Asks rank 0 for its progress while a call runs, if there is a listener.
-
-    Args:
-        controller: The controller of the workers.
+    """Polls rank 0 for its progress while a call runs, if there are listeners.
 
     Attributes:
-        listeners: Functions that are called about ten times a second, and once when the call has returned.
+        listeners: Functions that are called about ten times a second, and once after the call has returned.
     """
 
     def __init__(self, controller: ElasticController) -> None:
@@ -95,7 +92,7 @@ class ProgressListeners:
 
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
-        """Listen until the end of the block."""
+        """Add listeners for the duration of the block."""
         self.listeners += listeners
         try:
             yield
@@ -105,11 +102,11 @@ class ProgressListeners:
 
     @property
     def on_wait(self) -> Callable[[], None] | None:
-        """Function that the driver calls while it waits; None without listeners."""
+        """Function for the driver to call repeatedly while it waits, or None without listeners."""
         return self._tell_of_now if self.listeners else None
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
-        """Tell listeners that a call has returned."""
+        """Notify listeners that a call has returned."""
         numbers = {
             name: number for name, value in (answer.metrics or {}).items() if (number := as_number(value)) is not None
         }
@@ -118,30 +115,33 @@ class ProgressListeners:
         self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
 
     def _tell_of_now(self) -> None:
-        """Tell listeners the progress of rank 0, if it answers soon. It is no heartbeat, because it reads metrics."""
+        """Report rank 0's progress to listeners, if rank 0 responds within a second.
+
+        This is not part of the heartbeat, because reading metrics may wait for the device.
+        """
         transfer = self._controller.ensure_group().fetch(0, replica_calls.progress)
         try:
             progress: CallProgress | None = transfer.result(1.0)
-        except Exception as error:  # not worth a failure: the call itself reports a lost worker
+        except Exception as error:  # only log it: the call itself reports a lost worker
             logger.debug("no news of the running call: %s", error)
             return
         if progress is not None:
             self.tell(progress)
 
     def tell(self, progress: CallProgress) -> None:
-        """Call all listeners. They cannot call the trainer meanwhile."""
+        """Call all listeners. A listener that calls the trainer gets an error."""
         with self._controller.turns.closed(_INSIDE_A_CALL):
             for listener in tuple(self.listeners):
                 listener(progress)
 
 
 class StepListener:
-    """Listener that asks all ranks for the metrics of `StepMetrics`, once a second and at the end of a call.
+    """Listener that polls all ranks for the metrics of `StepMetrics`, once a second and at the end of a call.
 
     Args:
-        controller: The controller of the workers.
-        tell: Function that is called with a step that all ranks have reached, and with the metrics since the step of
-            the call before, as means over all ranks. No step comes twice.
+        controller: The workers' controller.
+        tell: Function that receives a step that all ranks have reached, and the mean metrics over all ranks since the
+            step that was reported before. No step is reported twice.
     """
 
     def __init__(self, controller: ElasticController, tell: Callable[[int, dict[str, float]], None]) -> None:
@@ -154,11 +154,11 @@ class StepListener:
         self._ask(progress.is_done)
 
     def tell_rest(self) -> None:
-        """Tell the metrics up to the step where the call stopped."""
+        """Report the remaining metrics, up to the step where the call stopped."""
         self._ask(is_done=True)
 
     def open(self) -> tuple[tuple[int, MetricSummary], ...]:
-        """Return for each rank its step, and what it has measured since the last mean."""
+        """Return each rank's step, and its measurements since the last mean. Empty if a rank does not respond."""
         group = self._controller.ensure_group()
         asked = [group.fetch(rank, open_steps) for rank in range(len(group))]
         try:
@@ -176,7 +176,7 @@ class StepListener:
         asked = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
         try:
             told: list[Mapping[int, MetricSummary]] = [each.result(1.0) for each in asked]
-        except Exception as error:  # the next call asks again, unless the worker is lost
+        except Exception as error:  # the next poll asks again, unless the worker is lost
             logger.debug("no news of the steps: %s", error)
             told = [{}]
         self._asked_at = time.monotonic()
@@ -188,23 +188,23 @@ class StepListener:
 
 
 class EpochCalls:
-    """Runs the `train` and `validate` calls of one trainer, and keeps the figures of the last one.
+    """Runs the `train` and `validate` calls of one trainer, and stores the measurements of the last call.
 
     Args:
         runner_cls: Class of the replicas, a `ClassRunner`.
-        controller: The controller of the workers.
+        controller: The workers' controller.
         listeners: Listeners for the progress of calls.
-        sharing: Divides data over the workers.
-        use_local: Whether rank 0 is in the driver and calls the listeners itself.
+        sharing: Shards data over the workers.
+        use_local: Whether rank 0 runs in the driver and calls the listeners itself.
         name: Name of the trainer in Ray's metrics.
-        used: Options that warnings need not recommend.
+        used: Options that warnings must not recommend.
 
     Attributes:
-        controller: The controller of the workers.
+        controller: The workers' controller.
         listeners: Listeners for the progress of calls.
-        sharing: Divides data, by the current config.
-        samples_per_s: Samples per second in the last training call; None before the first.
-        accounts: Accounts of the time that calls took.
+        sharing: Shards data according to the current config.
+        samples_per_s: Samples per second in the last training call, or None before the first training call.
+        accounts: Records of how calls spent their time.
     """
 
     def __init__(
@@ -239,23 +239,23 @@ class EpochCalls:
         sharing: DataSharing | None = None,
         facts: Any = None,
     ) -> Requests:
-        """Return one request for each rank, with its share of the data that the driver divides.
+        """Return one request for each rank, with its shard of the data if the driver shards it.
 
-        Each attempt makes new requests, because the workers may have changed.
+        Each attempt creates new requests, because the workers may have changed.
 
         Args:
             name: "train" or "validation".
-            asked: The request that is the same for all replicas.
+            asked: The request that is common to all replicas.
             dataset: Data to use instead of the registered data, or None.
-            worlds: The place of each rank in the group.
-            sharing: Divides data over the group; None uses that of the trainer.
-            facts: Facts of a replica; None uses the current ones of rank 0.
+            worlds: Each rank's position in the group.
+            sharing: Shards data over the group. Default: the trainer's `sharing`.
+            facts: A replica's facts. Default: the current facts of rank 0.
         """
         sharing, facts = sharing or self.sharing, facts or self.controller.facts[0]
         starts_over = asked.starts_over or self._validation_starts_over
         request = replace(asked, seed=facts.seed, starts_over=starts_over)
-        requests: Requests = [(request,)] * len(worlds)  # one object, so that the engine packs it once for all ranks
-        if self._use_local and self.listeners.listeners:  # rank 0 runs in the driver, so it calls them
+        requests: Requests = [(request,)] * len(worlds)  # one object, so that the engine pickles it once for all ranks
+        if self._use_local and self.listeners.listeners:  # rank 0 blocks the driver, so it calls them
             requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
             return sharing.with_data_of_call(requests, name, dataset, worlds)
@@ -275,13 +275,14 @@ class EpochCalls:
         """Run a training call.
 
         Args:
-            asked: The request for every replica.
-            max_retries: How many times to repeat the call after a failure.
+            asked: The request that is common to all replicas.
+            max_retries: How many times to retry the call after a failure.
             dataset: Data to use instead of the registered data, or None.
             can_resume: Whether another group can continue the call with the remaining batches.
-            check: Called with the answers before they count. Raises an error if the replicas are no longer equal.
-            begun: Place at which an earlier run stopped in the epoch, to continue from there.
-            leaves: Called now and then. True stops the call, at the next step if possible.
+            check: Called with the answers before the call is committed. Raises an error if the replicas are not in
+                sync.
+            begun: Position inside the epoch from which to continue, if an earlier run stopped there.
+            leaves: Called repeatedly. If it returns True, the call stops, at the next step if possible.
 
         Raises:
             EpochLeft: The call stopped because of `leaves`.
@@ -294,7 +295,7 @@ class EpochCalls:
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
             request = replace(asked, compares_ranks=compares, call=number(), attempt=next(attempts))
             found = self.requests("train", request, dataset, worlds)
-            if leaves is not None and controller.ensure_group().is_driver_only:  # no monitor polls this group
+            if leaves is not None and controller.ensure_group().is_driver_only:  # it has no monitor
                 found[0] = (replace(found[0][0], redraw=partial(self._between_steps, call)), *found[0][1:])
             if begun is not None:
                 found = [(begun.for_rank(rank, len(worlds)), *each) for rank, each in enumerate(found)]
@@ -304,7 +305,7 @@ class EpochCalls:
             assert {answer.call for answer in answers} == {number()}, "each rank answers the call that it was asked"
             check(answers)
 
-        is_held = dataset is None and controller.facts[0].epoch_obstacle is None  # else a file cannot hold the place
+        is_held = dataset is None and controller.facts[0].epoch_obstacle is None  # else the position cannot be saved
         call = Call(
             runner.train_epoch if begun is None else runner.resume_left,
             requests,
@@ -337,14 +338,14 @@ class EpochCalls:
         return answers
 
     def _between_steps(self, call: Call) -> None:
-        """Do between two steps what a monitor does, if the driver is the only worker."""
+        """Between two steps, do the work of a monitor. Used if the driver is the only worker."""
         if self.listeners.on_wait is not None:
             self.listeners.on_wait()
         if call.leaves is not None and call.leaves():
             self.controller.hold_to_leave(call)
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
-        """Break off a call that cannot stop at a step, if `leaves` says so. Called while the driver waits."""
+        """Abort a call that cannot stop at a step if `leaves` returns True. Called while the driver waits."""
         if leaves():
             raise EpochLeft
         if self.listeners.on_wait is not None:
@@ -375,10 +376,10 @@ class EpochCalls:
         return answers
 
     def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
-        """Run a call of `validate`. If any rank raises an error, all ranks begin the next call with the first batch.
+        """Run a validation call. If any rank raises an error, all ranks start the next call from the first batch.
 
         Args:
-            asked: The request for every replica.
+            asked: The request that is common to all replicas.
             dataset: Data to use instead of the registered data, or None.
         """
         call = Call(
@@ -403,16 +404,16 @@ class EpochCalls:
     def begin_on_spare(
         self, asked: EpochRequest, dataset: Any, settings: ReplicaSettings, sharing: DataSharing, newest: NewestSnapshot
     ) -> Validation:
-        """Reserve a spare to validate a state, and return the function that validates.
+        """Reserve a spare for a validation, and return the function that runs the validation.
 
-        Take a turn for this call; the returned function needs none. If no spare is left and none will come, the
-        workers that train validate at once.
+        The caller must hold the controller's turn during this call, but not while the returned function runs. If no
+        spare is starting, ready or on loan, the training workers validate immediately.
 
         Args:
             asked: The request for the spare.
             dataset: Data to use instead of the registered data, or None.
-            settings: Settings of the workers that train.
-            sharing: Divides data by these settings.
+            settings: Settings of the training workers.
+            sharing: Shards data according to `settings`.
             newest: The state to validate.
         """
         controller = self.controller
@@ -432,7 +433,7 @@ class EpochCalls:
         return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]
 
     def report(self) -> None:
-        """Report the current figures to Ray's metrics."""
+        """Report the current measurements to Ray's metrics."""
         self._gauges.report(len(self.controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
@@ -440,7 +441,7 @@ class EpochCalls:
         return self.with_ledger(found)
 
     def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
-        """Return a status with the ledger added."""
+        """Return a copy of the status with the ledger."""
         self.accounts.note_times({each.rank: each.heartbeat for each in status.workers if each.heartbeat is not None})
         self.accounts.warn()
         return replace(status, ledger=self.accounts.ledger(len(status.workers)))
@@ -452,8 +453,8 @@ class EpochCalls:
 
 
 def _tell_what_is_measured(num_samples: int, num_used: int) -> None:
-    """Warn that the metrics cover only part of the samples, after a failure inside the call."""
-    if 0 < num_samples < num_used:  # 0 samples: a loop of the user counts none
+    """After a failure inside the call, warn if the metrics cover only some of the samples."""
+    if 0 < num_samples < num_used:  # 0: the user's own loop does not count samples
         logger.warning(
             "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "
             "metrics was lost with them. The training did use their samples",

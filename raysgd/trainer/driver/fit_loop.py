@@ -1,4 +1,4 @@
-"""The loop behind `trainer.fit` and `trainer.epochs`: it trains, validates, calls callbacks, and resumes runs."""
+"""The loop of `trainer.fit` and `trainer.epochs`: trains, validates, calls callbacks, and resumes runs."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The arguments of `fit` and `epochs`, checked. The docstring of `fit` says what each field means.
+    """The validated arguments of `fit` and `epochs`. The docstring of `fit` explains the fields.
 
     Raises:
         InvalidCountError: A count is out of range.
         TypeError: An argument has the wrong type.
-        ValueError: A path is empty, the folder is a URI, or `validate` is unknown.
+        ValueError: A path is empty, `folder` is a URI, `validate` is unknown, or two options exclude each other.
     """
 
     epochs: int | None = None
@@ -117,25 +117,25 @@ class FitOptions:
 
 
 FitProgress = tuple[Sidecar, Any, int | None]
-"""Progress of a `fit`, so that another process can continue it; the folder for callbacks, if it is known yet; and the
-step, if the run acts inside epochs."""
+"""What another process needs to continue a `fit`: the sidecar of its progress; the folder for callbacks, if known; and
+the step, if the run pauses inside epochs."""
 
 NoteProgress = Callable[[FitProgress], None]
-"""Function that keeps the progress of a `fit`."""
+"""Function that stores the progress of a `fit`."""
 
 
 @dataclass
 class TrainedEpoch:
-    """An epoch that was trained.
+    """An epoch that has been trained.
 
     Attributes:
-        number: Its number in the run, from 1.
+        number: The epoch's number in the run, starting at 1.
         trained: Result of the training call.
-        row: Its row in the history of the run.
-        shown: Its row in the history of the trainer.
-        handle: Handle of its validation, if that runs beside the training.
-        ended: Functions that add the result of that validation to the history of the trainer. Empty until it ends.
-        is_told: True if callbacks know the result.
+        row: The epoch's row in the run's history.
+        shown: The epoch's row in the trainer's history.
+        handle: Handle of the epoch's validation, if it runs concurrently with training.
+        ended: Functions that add the validation's result to the trainer's history. Empty until the validation ends.
+        is_told: True if callbacks have received the result.
     """
 
     number: int
@@ -147,39 +147,40 @@ class TrainedEpoch:
     is_told: bool = False
 
     def note(self, add: RecordBeside, result: Any, began_at: float, seconds: float) -> None:
-        """Keep the result of the validation. Called in its thread."""
+        """Store the validation's result. Called in the thread of the validation."""
         self.ended.append(partial(add, result, began_at, seconds))
 
 
 @dataclass(frozen=True)
 class TrainerPort:
-    """Everything that `FitRun` can use of a trainer. The trainer makes one for each run and provides the functions.
+    """The parts and functions of a trainer that `FitRun` uses. The trainer creates a new port for each run.
 
     Attributes:
-        new_run: Makes the `Run` that callbacks get.
-        history: Every call of the trainer.
-        calls: Makes calls on the workers, and holds the listeners.
-        once: Keeps what was logged already.
-        runs_worker_callbacks: True if the workers can call callbacks around their steps.
-        use_worker_callbacks: Lets these callbacks, and no others, run in the workers.
+        new_run: Creates the `Run` that callbacks receive.
+        history: The trainer's history, with every call.
+        calls: Runs calls on the workers, and holds the listeners.
+        once: Remembers which messages have been logged.
+        runs_worker_callbacks: True if the workers can call worker callbacks around their steps.
+        use_worker_callbacks: Installs exactly the given callbacks in the workers.
         train: Runs a training call: `train(request, dataset=..., of_fit=True)`.
-        validate: Runs a validation in the same way.
-        validates_beside: Returns True if a validation can run beside the training.
-        begin_validation: Begins a validation beside the training.
-        after_validation: Steps the schedulers that follow metrics. Returns True if the state has changed.
-        save: Writes the state.
-        load: Loads a state.
-        note_progress: Keeps the progress of the run, in a detached trainer; None in others.
-        left_file: File in which a detached trainer is saved when it ends without its program; None for others.
+        validate: Runs a validation call: `validate(request, dataset, of_fit=True)`.
+        validates_beside: Returns True if validation can run concurrently with training.
+        begin_validation: Starts a validation concurrently with training.
+        after_validation: Steps the schedulers that depend on metrics. Returns True if the state has changed.
+        save: Saves the trainer to a file.
+        load: Loads a file.
+        note_progress: Stores the run's progress in a detached trainer; None for other trainers.
+        left_file: File in which a detached trainer is saved if it ends after its program has gone; None for other
+            trainers.
         leaves_epochs: True if a run can stop inside an epoch.
-        epoch_obstacle: Says why an epoch can only begin again; None if it can continue.
-        save_behind: Writes the state behind the training. Returns None if the file is complete already.
-        save_snapshot: Writes a snapshot that the driver holds.
-        place_in: Returns how many epochs and steps a snapshot has.
-        settings: Returns the settings of the replicas.
-        kept: Progress to continue from, in the next process of a detached trainer; else None.
-        begun: The epoch that the last run left before its end, or None.
-        note_begun: Keeps the epoch that this run left before its end, for the next run.
+        epoch_obstacle: Returns the reason why an interrupted epoch must start over, or None if it can continue.
+        save_behind: Saves the trainer in the background. Returns None if the file is already complete.
+        save_snapshot: Writes a snapshot that the driver holds to a file.
+        place_in: Returns a snapshot's completed epochs and its steps over all epochs.
+        settings: Returns the replicas' settings.
+        kept: Progress to continue from in the next process of a detached trainer; otherwise None.
+        begun: The epoch that the previous run left unfinished, or None.
+        note_begun: Stores the epoch that this run left unfinished, for the next run.
     """
 
     new_run: Callable[..., Run]
@@ -212,7 +213,7 @@ class FitRun:
     """One call of `fit` or `epochs`.
 
     Args:
-        trainer: The functions and parts of the trainer.
+        trainer: The parts and functions of the trainer.
         options: The arguments of the call.
 
     Attributes:
@@ -242,7 +243,7 @@ class FitRun:
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._max_step: int | None = None
         self._pauses: Pauses | None = None
-        self._known_step: int | None = None  # of the process before this one, while its call may still run
+        self._known_step: int | None = None  # from the previous process, whose call may still be running
         self._is_left = False
         self._steps: StepListener | None = None
         self._step_metrics: StepMetrics | None = None
@@ -264,11 +265,11 @@ class FitRun:
         self._newest: str | None = None
 
     def _open_journal(self) -> JournalKeeper | None:
-        """Return the keeper of the journal, if the run has a folder of its own; otherwise None."""
+        """Return the keeper of the run's journal, or None if neither the user nor a callback uses a folder."""
         has_folder = self._options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
         if not (has_folder and self._trainer.runs_worker_callbacks):
             return None
-        from raysgd.journal.keeper import JournalKeeper, header_of  # a run without a folder does not enter it
+        from raysgd.journal.keeper import JournalKeeper, header_of  # not needed without a folder
 
         run, trainer = self._run, self._trainer
         asked = {"validation_freq": self._options.validation_freq, "has_dataset": self._options.dataset is not None}
@@ -282,11 +283,11 @@ class FitRun:
         return journal
 
     def epochs(self) -> Iterator[dict[str, Any]]:
-        """Train, and yield the row of each epoch when it ends. Closing the iterator stops the run.
+        """Train, and yield each epoch's row when the epoch ends. Closing the iterator stops the run.
 
         Raises:
-            ValueError, TypeError: The run cannot work with these arguments. Nothing has begun.
-            UnpicklableError: A callback for the workers cannot be sent to them.
+            ValueError, TypeError: The run cannot work with these arguments. Nothing has started.
+            UnpicklableError: A worker callback cannot be sent to the workers.
         """
         options = self._options
         if self._kept is not None:
@@ -323,7 +324,7 @@ class FitRun:
         return self._epochs()
 
     def _check_pauses(self, pausing: Sequence[Callback]) -> None:
-        """Refuse options that need workers which can be held inside an epoch, if these cannot."""
+        """Raise an error if an option needs to pause inside epochs and the workers cannot pause there."""
         obstacle, trainer, options = self._trainer.epoch_obstacle(), self._trainer, self._options
         if not trainer.leaves_epochs:
             obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
@@ -368,7 +369,7 @@ class FitRun:
                     self._leave()
 
     def _goes_on(self) -> bool:
-        """Return True if another epoch, or the rest of one, is to be trained."""
+        """Return True if the run continues with another epoch, or with the rest of an epoch."""
         run = self._run
         if run.is_stopping or self._is_left or self._leaves() or run.epoch >= self._last_epoch:
             return False
@@ -377,16 +378,16 @@ class FitRun:
     # ------------------------------------------------------------------------------------------------ stopped early
 
     def _leaves(self) -> bool:
-        """Return True if the run must stop early. Called now and then, also during an epoch."""
+        """Return True if the run must stop early. Called repeatedly, even during an epoch."""
         return self._leaving.is_due()
 
     def _expect_end(self) -> None:
-        """Let the controller replace no lost workers any more. Called in the handler of a signal."""
+        """Tell the controller not to replace lost workers anymore. Called in the signal handler."""
         self._trainer.calls.controller.is_ending = True
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
-        """After the block, let the controller replace lost workers again, and the next run complete an epoch."""
+        """After the block, let the controller replace lost workers again, and store any unfinished epoch."""
         self._leaving.begin()
         try:
             yield
@@ -395,10 +396,10 @@ class FitRun:
             self._trainer.note_begun(None if self._is_lost else self._begun)
 
     def _leave(self) -> None:
-        """Let callbacks save the state at the step where the run stops. Then end the program if a signal came.
+        """Call `on_leave`, so that callbacks save the state in which the run stops. After a signal, end the program.
 
         Raises:
-            Preempted: A signal came.
+            Preempted: The program received a signal.
         """
         run, leaving = self._run, self._leaving
         is_early = leaving.is_due()
@@ -421,7 +422,7 @@ class FitRun:
             run.stop(leaving.reason)
 
     def _finds_snapshot(self) -> bool:
-        """Return True if the driver holds a state newer than the last file. Called after workers were lost."""
+        """After a loss of all workers, return True if the driver holds a snapshot newer than the last file."""
         landed = self._trainer.calls.controller.snapshots.landed
         if landed is None:
             return False
@@ -434,7 +435,7 @@ class FitRun:
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
-        """Let worker callbacks run in the workers inside the block."""
+        """Install the run's worker callbacks in the workers for the duration of the block."""
         chosen, use = self._worker_callbacks, self._trainer.use_worker_callbacks
         if not chosen:
             yield
@@ -443,11 +444,11 @@ class FitRun:
         def take_out() -> None:
             try:
                 use(())
-            except RaySGDError as error:  # the error that ended the run matters more
+            except RaySGDError as error:  # the error that ended the run is the relevant one
                 logger.warning("could not take callbacks out of the workers: %r", error)
 
         with OnFailure(take_out):
-            if self._kept is None:  # else the workers have them already
+            if self._kept is None:  # otherwise the workers already have them
                 use(chosen)
             yield
         use(())
@@ -473,18 +474,18 @@ class FitRun:
         return math.inf if self._run.epochs is None else self._run.epochs
 
     def _epoch_unless_lost(self) -> dict[str, Any] | None:
-        """Train an epoch. Return None also if all workers were lost behind it, and a signal ends the program."""
+        """Train an epoch. Return None if the run stops, or if all workers are lost after a signal to the program."""
         try:
             return self._epoch()
         except (WorkersLostError, CallbackError) as error:
-            lost = error.__cause__ if isinstance(error, CallbackError) else error  # the callback may have saved
+            lost = error.__cause__ if isinstance(error, CallbackError) else error  # a callback's save may have failed
             if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
             self._is_lost, self._begun = True, None
             return None
 
     def _epoch(self) -> dict[str, Any] | None:
-        """Train an epoch. Return its row, or None if the run stopped before the end of the epoch."""
+        """Train an epoch. Return its row, or None if the run stopped inside the epoch."""
         run, trainer = self._run, self._trainer
         self._calls.tell("on_epoch_begin")
         if run.is_stopping:
@@ -507,7 +508,7 @@ class FitRun:
         self._tell_of_events()
         self._saved.clear()
         try:
-            self._finish_validation(waits=False)  # so that a save includes a result that has come
+            self._finish_validation(waits=False)  # a save then includes a result that has arrived
         finally:
             self._calls.tell("on_epoch_trained")
         if self._awaited is not None:
@@ -520,7 +521,7 @@ class FitRun:
         return epoch.row
 
     def _train(self, request: EpochRequest) -> Any:
-        """Train an epoch, or the rest of it. Return the result, or None if the run stops inside the epoch."""
+        """Train an epoch, or the rest of an epoch. Return the result, or None if the run stops inside the epoch."""
         dataset, can_leave = self._options.dataset, self._trainer.leaves_epochs
         asks = self._asks if can_leave and (self._leaving.may_come or self._pauses is not None) else None
         self._is_left = self._begun is not None and self._begun.owes_validation and not self._pause()
@@ -544,7 +545,7 @@ class FitRun:
         return self._leaves() or (self._pauses is not None and self._pauses.is_due)
 
     def _next_pause(self) -> int | None:
-        """Return after how many batches the epoch pauses, or None. Called while the workers are idle."""
+        """Return the number of batches after which the epoch pauses, or None. Called while the workers are idle."""
         if self._pauses is None:
             return None
         step = self._global_step()
@@ -552,7 +553,7 @@ class FitRun:
         return None if pause is None else pause - step + (0 if self._begun is None else self._begun.num_steps)
 
     def _pause(self) -> bool:
-        """Do what is due while the workers wait at a step. Return False if the run stops there."""
+        """Validate and save, if due, while the workers wait at a step. Return False if the run stops there."""
         begun, pauses = self._begun, self._pauses
         if begun is None or pauses is None:  # before the first step
             return True
@@ -562,12 +563,12 @@ class FitRun:
             for each in pauses.callbacks:
                 self._calls.call(each, "_on_pause", self._run, begun.global_step)
             self._note_progress()
-        if begun.is_exhausted:  # only what follows the last batch is left of the epoch
+        if begun.is_exhausted:  # all batches are done, so complete the epoch
             return not self._leaves()
         return not (self._run.is_stopping or self._leaves() or pauses.ends_at(begun.global_step))
 
     def _validate_inside(self, begun: BegunEpoch) -> None:
-        """Validate on the workers that wait inside an epoch, and tell callbacks the result."""
+        """Validate on the workers that wait inside an epoch, and pass the metrics to `on_validation`."""
         place, result = (self._run.epoch, begun.global_step), {}
         request = replace(asked(None), starts_over=True, is_inside=True)
         with self._noting_lack_of_data():
@@ -582,7 +583,7 @@ class FitRun:
 
     @contextmanager
     def _between_epochs(self, begun: BegunEpoch) -> Iterator[None]:
-        """Let callbacks inside the block see the completed epochs, and the step in the next one."""
+        """Inside the block, let `run.epoch` count only completed epochs, and `run.step` the batches of the next."""
         run = self._run
         run.epoch, run.step = run.epoch - 1, begun.num_steps
         try:
@@ -591,10 +592,10 @@ class FitRun:
             run.epoch, run.step = run.epoch + 1, 0
 
     def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
-        """Keep the place at which an epoch stopped.
+        """Record the position at which an epoch stopped.
 
         Raises:
-            WorkersLostError: The epoch failed, and no signal had come.
+            WorkersLostError: The epoch failed, and not because of a signal to the program.
         """
         if isinstance(left, WorkersLostError) and self._leaving.signal is None:
             raise left
@@ -611,7 +612,7 @@ class FitRun:
             self._begun = replace(begun, owes_validation=self._owes_validation(begun))
 
     def _owes_validation(self, begun: BegunEpoch) -> bool:
-        """Return True if the run validates at the step where the epoch pauses, and not soon after its last batch."""
+        """Return True if validation is due where the epoch paused, unless the epoch is over and validated anyway."""
         is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
         return is_due and not (begun.is_exhausted and self._is_due(self._run.epoch))
 
@@ -643,20 +644,20 @@ class FitRun:
         return (has_data or self._trainer.calls.controller.facts[0].has_validation) and not self._lacks_data
 
     def _validate(self, epoch: TrainedEpoch) -> None:
-        """Validate. If that runs beside the training, only begin it."""
+        """Validate, or only start the validation if it runs concurrently with training."""
         trainer, dataset = self._trainer, self._options.validation_dataset
         if self._run.validates_beside:
             epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
             self._awaited = epoch
             return
-        whole = replace(asked(None), starts_over=True)  # even if a callback has validated on some batches
+        whole = replace(asked(None), starts_over=True)  # even if a callback has validated on a few batches
         with self._noting_lack_of_data():
             trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
         self._take_records()
 
     @contextmanager
     def _noting_lack_of_data(self) -> Iterator[None]:
-        """Stop validating if the user's `validate` turns out to need data and there is none."""
+        """Stop validating from now on if the user's `validate` in the block fails because it needs data."""
         try:
             yield
         except NoDataError as error:
@@ -664,13 +665,13 @@ class FitRun:
             logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
 
     def _finish_validation(self, waits: bool = True) -> bool:
-        """Wait for the validation beside the training, if one runs, and tell callbacks the result of its epoch.
+        """Wait for the concurrent validation, if one is running, and pass its epoch's result to callbacks.
 
-        Without `waits`, a validation that is still running is left for later. If it lost its workers, the epoch gets
-        no validation metrics.
+        If `waits` is False and the validation is still running, do nothing. If the validation has lost its workers, the
+        epoch gets no validation metrics.
 
         Returns:
-            True if the result has changed the state of the training.
+            True if the result has changed the training state.
         """
         epoch, changes_state = self._awaited, False
         if epoch is None or epoch.handle is None or not (waits or epoch.handle.done()):
@@ -697,7 +698,7 @@ class FitRun:
             self._calls.tell("on_event", event)
 
     def _tell_of_result(self, epoch: TrainedEpoch) -> None:
-        """Tell callbacks the result of the last epoch or the one before. Meanwhile `run.epoch` is that epoch."""
+        """Call `on_result` for the last epoch or the epoch before. During the call, `run.epoch` is that epoch."""
         run, now = self._run, self._run.epoch
         epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
         try:
@@ -708,12 +709,12 @@ class FitRun:
         self._take_records()
 
     def _take_records(self) -> None:
-        """Copy the new records of the trainer into the history of the run."""
+        """Copy new records from the trainer's history to the run's history."""
         history, recorded = self.history, self._trainer.history
         for record in recorded.part(self._seen, recorded.extent).records:
             if record.of_fit:
                 history.add(record, history[-1] if len(history) else None)
-            else:  # a call by a callback, or by the program between two epochs
+            else:  # made by a callback, or by the program between two epochs
                 history.records.append(record)
         self._seen = recorded.extent
 
@@ -737,10 +738,10 @@ class FitRun:
         self._calls.tell("on_checkpoint", location)
 
     def _save_behind(self, location: str) -> SaveBehind:
-        """Save behind the training. The small file comes first, so that a complete checkpoint always has it."""
+        """Save in the background. Write the sidecar first, so that a complete checkpoint always has a sidecar."""
         self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
         write = self._trainer.save_behind(location)
-        step = None if self._journal is None else self._journal.last_step  # of the state that is written
+        step = None if self._journal is None else self._journal.last_step  # the step of the state being written
         self._saved.append(location)
 
         def note() -> None:
@@ -753,13 +754,13 @@ class FitRun:
         return SaveBehind(write, note)
 
     def _save_again(self, has_changed: bool) -> None:
-        """Add the late result of the previous epoch to the files that were saved without it."""
+        """Add the previous epoch's late result to the files that were saved before it arrived."""
         try:
             for location in self._saved:
                 if has_changed:
                     self._trainer.save(location)
                 self._sidecars.write(location, self._sidecar())
-        except OSError as error:  # the files from the first save are still there
+        except OSError as error:  # the files of the first save still exist
             logger.warning("could not add the result of the epoch before to what was saved: %s", error)
 
     def _sidecar(self) -> Sidecar:
@@ -772,19 +773,19 @@ class FitRun:
         return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, max_step=self._max_step)
 
     def _open_steps(self) -> list[Any] | None:
-        """Return the step, and what each rank has measured since the last mean, as plain data. None if unknown."""
+        """Return the step and each rank's measurements since the last mean, as plain data. None if unknown."""
         found = () if self._steps is None or self._is_lost else self._steps.open()
         return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
 
     def _note_progress(self) -> None:
-        """Give the progress of the run to a detached trainer."""
+        """Store the run's progress if this is a detached trainer."""
         run, note = self._run, self._trainer.note_progress
         if note is not None:
             step = None if self._pauses is None else self._global_step()
             note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
     def _resume(self) -> None:
-        if self._kept is not None:  # do not ask the workers: they may be in the next epoch by now
+        if self._kept is not None:  # do not call the workers, which may already be in the next epoch
             self._take_over(self._kept[0])
             self._run.epoch, self._known_step = self._kept[0].epoch, self._kept[2]
         else:
@@ -816,7 +817,7 @@ class FitRun:
                 )
 
     def _go_on_with_pending(self) -> None:
-        """Tell callbacks the result of the loaded epoch, if they did not know it at the save. Validate if necessary."""
+        """If the checkpoint was saved before callbacks got its epoch's result, validate if due and call them now."""
         history, number = self.history, self._run.epoch
         if self._pending != number or not len(history):
             return
@@ -834,7 +835,7 @@ class FitRun:
         found = [each.newest_checkpoint(self._run) for each in self._callbacks]
         places, left = [str(each) for each in found if each is not None], self._trainer.left_file
         if left is not None and place_of(left)[0] >= 0:
-            places.append(left)  # last: at a tie, prefer the file with the states of callbacks
+            places.append(left)  # last: at a tie, prefer a file with callback states
         return max(places, key=place_of, default=None)
 
     def _load(self, location: str) -> None:
@@ -850,7 +851,7 @@ class FitRun:
             self._trainer.use_worker_callbacks(self._worker_callbacks)
 
     def _continue_inside(self, begun: BegunEpoch) -> None:
-        """Begin with the rest of an epoch."""
+        """Continue the run with the rest of an epoch."""
         self._begun = begun
         self._run.step, self._run._global_step = begun.num_steps, begun.global_step
 
@@ -862,7 +863,7 @@ class FitRun:
             self._continue_inside(BegunEpoch.from_data(sidecar.begun))
 
     def _global_step(self) -> int:
-        """Return how many batches each worker has trained on in all. Called while the workers are idle."""
+        """Return how many batches each worker has trained on over all epochs. Called while the workers are idle."""
         if self._known_step is not None:
             return self._known_step
         step: list[int] = self._trainer.calls.controller.run(Call(replica_calls.global_step, rank=0))

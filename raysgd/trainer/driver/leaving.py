@@ -1,4 +1,4 @@
-"""The reasons for which a run stops early: a signal to the program, or `max_time`. See ADR 140."""
+"""Stops a run early because of a signal to the program, or because of `max_time`. See ADR 140."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysgd.exceptions import Preempted
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_SAME_S = 1.0  # `timeout` and Slurm send a signal to a process and to its group, so it may come twice
+_SAME_S = 1.0  # `timeout` and Slurm signal a process and also its process group, so a signal may arrive twice
 _FIRST_SAVE_S = 60.0
 _DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
@@ -27,17 +27,17 @@ Handler = Callable[[int, Any], Any]
 
 
 class Leaving:
-    """Decides whether a run must stop early, and says why.
+    """Decides whether a run must stop early, and for what reason.
 
     Args:
-        max_time: How long the run may take; None for no limit.
-        now: Returns the time in seconds.
+        max_time: Time limit of the run, or None.
+        now: Clock: returns the time in seconds.
 
     Attributes:
-        signal: The signal that came, or None.
+        signal: The signal that the program received, or None.
 
     Raises:
-        ValueError: `max_time` is not a length of time.
+        ValueError: `max_time` is not a duration.
     """
 
     def __init__(self, max_time: Any = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -50,11 +50,11 @@ class Leaving:
         self.signal: int | None = None
 
     def begin(self) -> None:
-        """Start counting the time."""
+        """Start measuring the time."""
         self._began = self._now()
 
     def note_save(self, seconds: float) -> None:
-        """Take account of the time of a save, to keep enough in reserve."""
+        """Record the duration of a save. Time for two of the slowest saves is reserved."""
         self._slowest_save_s = max(seconds, self._slowest_save_s or 0.0)
 
     @property
@@ -75,20 +75,20 @@ class Leaving:
 
     @property
     def reason(self) -> str:
-        """Why the run stops early, in words."""
+        """The reason why the run stops early, for messages."""
         return f"`max_time` of {self._max_s:g} s" if self.signal is None else signal.Signals(self.signal).name
 
     @property
     def since_signal_s(self) -> float:
-        """Seconds since the signal came."""
+        """Seconds since the signal arrived."""
         return time.monotonic() - self._came_at
 
     @contextmanager
     def listening(self, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Handle signals inside the block, if this process can, and restore the old handlers after it.
+        """Handle signals inside the block, if this process can, and restore the old handlers afterward.
 
         Args:
-            tell: Called in the handler, wherever the program is. So it may only set flags.
+            tell: Called by the signal handler. It may only set flags, because it can interrupt the program anywhere.
         """
         place = _obstacle()
         if place is not None:
@@ -98,13 +98,13 @@ class Leaving:
         self._tell = tell
         for number in SIGNALS:
             before = signal.getsignal(number)
-            if before not in (None, signal.SIG_IGN):  # None is a handler in C, such as that of `faulthandler`
+            if before not in (None, signal.SIG_IGN):  # None: a handler in C, such as `faulthandler`
                 self._before[number] = signal.signal(number, self._note)
         try:
             yield
         finally:
             for noted, before in self._before.items():
-                if signal.getsignal(noted) == self._note:  # else the program has set its own meanwhile
+                if signal.getsignal(noted) == self._note:  # otherwise the program has set a handler
                     signal.signal(noted, before)
 
     def _note(self, number: int, frame: Any) -> None:
@@ -117,7 +117,7 @@ class Leaving:
             raise self.error(None)
 
     def error(self, checkpoint: str | None) -> BaseException:
-        """Return the exception that ends the program, or the cell of a notebook."""
+        """Return the exception that ends the program, or the current cell in a notebook."""
         assert self.signal is not None, "a signal came"
         ipython = sys.modules.get("IPython")
         if ipython is not None and ipython.get_ipython() is not None:
@@ -125,7 +125,7 @@ class Leaving:
         return Preempted(self.signal, checkpoint)
 
     def end_program(self, checkpoint: str | None) -> NoReturn:
-        """Call the handler that the program itself had set for the signal, then raise `error`."""
+        """Call the program's own handler for the signal, then raise `error`."""
         assert self.signal is not None, "a signal came"
         handler = self._before.get(self.signal)
         if callable(handler) and not (getattr(handler, "__module__", None) or "").startswith("ray."):
@@ -134,7 +134,7 @@ class Leaving:
 
 
 def _obstacle() -> str | None:
-    """Return where this code runs if it cannot handle signals there, else None."""
+    """Return where this code runs if signals cannot be handled there, otherwise None."""
     if threading.current_thread() is not threading.main_thread():
         return "another thread than the main one"
     ray = sys.modules.get("ray")
@@ -144,10 +144,10 @@ def _obstacle() -> str | None:
 
 
 def seconds_of(max_time: Any) -> float:
-    """Return a length of time in seconds.
+    """Convert a duration to seconds.
 
     Raises:
-        ValueError: `max_time` is not a length of time.
+        ValueError: `max_time` is not a duration.
 
     >>> [seconds_of(each) for each in (90, timedelta(minutes=2), "01:00:00", "1-00:00:01")]
     [90.0, 120.0, 3600.0, 86401.0]

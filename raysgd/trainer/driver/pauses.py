@@ -1,4 +1,4 @@
-"""The steps inside epochs at which a run pauses: to validate, to save, or because it ends there. See ADR 140."""
+"""The steps inside epochs at which a run pauses to validate, to save, or to end. See ADR 140."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raysgd.callbacks.callback import Callback
 
 
 class Pauses:
-    """Decides at which steps the workers are held inside epochs. Steps count the batches of a worker over all epochs.
+    """Decides at which steps inside epochs the workers pause. Steps count a worker's batches over all epochs.
 
     Args:
         callbacks: The callbacks that act inside epochs.
@@ -22,7 +22,7 @@ class Pauses:
         self._began_at = 0
 
     def next_after(self, step: int) -> int | None:
-        """Return the step of the next pause, or None. The run is at `step` now, where everything due is done."""
+        """Return the step of the next pause after `step`, or None. Call this when all work due at `step` is done."""
         self._began_at, every = step, self._validate_every
         wanted = [each._pause_at(step) for each in self.callbacks]
         wanted += [None if every is None else (step // every + 1) * every, self._last_step]
@@ -30,14 +30,14 @@ class Pauses:
 
     @property
     def is_due(self) -> bool:
-        """True if the run must pause at the next step. Asked now and then while an epoch runs."""
+        """True if the run must pause at the next step. Checked repeatedly while an epoch runs."""
         return any(each._pauses_now() for each in self.callbacks)
 
     def validates_at(self, step: int) -> bool:
-        """Return True if a validation is due now that the run is at `step`."""
+        """Return True if a validation is due at `step`, where the run has paused."""
         every = self._validate_every
         return every is not None and step // every > self._began_at // every
 
     def ends_at(self, step: int) -> bool:
-        """Return True if the run has all its steps."""
+        """Return True if the run has reached its last step."""
         return self._last_step is not None and step >= self._last_step

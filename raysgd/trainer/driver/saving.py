@@ -1,4 +1,4 @@
-"""Saves a trainer to files, loads states into all workers, and keeps the journal of a detached trainer."""
+"""Saves a trainer to files, loads states into all workers, and records the changes of a detached trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _END_S = 60.0
 
 State = dict[str, Any]
 Content = tuple[State, Write]
-"""State for a file, and the function that writes it."""
+"""The state to save, and the function that writes it."""
 _RECORDS = "records:"
 
 
@@ -34,11 +34,11 @@ class FileSaves:
     """Writes the files of a trainer.
 
     Args:
-        controller: Controller of the workers. Its snapshots keep the name of the last file.
+        controller: The workers' controller. Its snapshots store the name of the last file.
         writer: Writes files in a background thread.
 
     Attributes:
-        submitted: The last write in the background; None before the first one.
+        submitted: The most recent background write, or None before the first.
     """
 
     def __init__(self, controller: ElasticController, writer: BackgroundWriter) -> None:
@@ -47,7 +47,7 @@ class FileSaves:
         self.submitted: SubmittedWrite | None = None
 
     def write(self, checkpoint: Any, content: Content) -> None:
-        """Write a file."""
+        """Write a file, and return when it is complete."""
         state, write = content
         with files.state_is_kept():
             self._writer.write(checkpoint, state, write)
@@ -56,13 +56,13 @@ class FileSaves:
     def submit(
         self, checkpoint: Any, newest: NewestSnapshot, content: Callable[[Snapshot], Content], owner: Any
     ) -> None:
-        """Have a file written in the background.
+        """Write a file in the background.
 
         Args:
             checkpoint: Path of the file.
             newest: The state to save.
-            content: Makes the content of the file from the state. It is called at once if the state is in the driver,
-                so that its errors come early.
+            content: Creates the file's content from the state. If the state is already in the driver, `content` is
+                called immediately, so that its errors are raised here.
             owner: The trainer. It is kept alive while the state is still in its workers.
         """
         known = None if newest.landed is None else content(newest.landed)
@@ -76,19 +76,19 @@ class FileSaves:
         self._newest = ref(newest)
 
     def await_states(self) -> None:
-        """Wait until every state that will be written is in the driver. Call this before the workers end."""
+        """Wait until all states to be written have arrived in the driver. Call this before stopping the workers."""
         newest = self._newest()
         if newest is not None:
-            with suppress(TimeoutError, WorkersLostError):  # the writer reports it
+            with suppress(TimeoutError, WorkersLostError):  # the background writer reports the error
                 newest.result(_END_S)
 
     def note_file(self, shown: str) -> None:
-        """Keep the name of the last file that holds the state of the trainer, whole or in part."""
+        """Record the name of the last file that holds the trainer's state, or a part of it."""
         self._snapshots.last_file = shown
 
     def _write(self, kept_alive: Any, path: str, content: Content) -> None:
         state, write = content
-        write(path, state)  # the state is a view of the snapshot, so the snapshot is kept alive
+        write(path, state)  # `state` is a view of the snapshot, which `kept_alive` holds
         self.note_file(files.shown(path))
 
 
@@ -103,10 +103,10 @@ def load_into_all(
 
     Args:
         controller: Runs the call.
-        restore: Method of a replica that restores the state.
-        state: State that all ranks share. It may be in Ray's store already.
-        rank_states: The own state of each rank.
-        is_complete: Whether this is the whole state. A recovery then starts from it, and no snapshot is fetched.
+        restore: Replica method that restores the state.
+        state: The state that all ranks share, or a `SharedValue` with a copy in Ray's object store.
+        rank_states: Each rank's own state.
+        is_complete: Whether this is the whole state. A recovery then starts from it, without fetching a snapshot.
     """
 
     def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
@@ -114,7 +114,7 @@ def load_into_all(
 
     is_repeatable = isinstance(state, SharedValue)
     call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True, is_repeatable=is_repeatable)
-    with controller.turns.take_turn():  # else the snapshot would seem to cover another thread's call
+    with controller.turns.take_turn():  # another thread's call must not come between load and `adopt`
         controller.run(call)
         if is_complete:
             value, reference = (state.value, state.reference) if isinstance(state, SharedValue) else (state, None)
@@ -122,12 +122,12 @@ def load_into_all(
 
 
 def load_snapshot_into_all(controller: ElasticController, restore: Callable[..., Any], snapshot: Snapshot) -> None:
-    """Load a snapshot of this or another trainer into all workers. It may be shared, so it is not changed.
+    """Load a snapshot of this or another trainer into all workers. The snapshot may be shared, so it is not modified.
 
     Args:
         controller: Runs the call.
-        restore: Method of a replica that restores the state.
-        snapshot: The state. With a single node, what is in Ray's store is not stored again.
+        restore: Replica method that restores the state.
+        snapshot: The state. On a single node, a copy that is already in Ray's object store is reused.
     """
     group = controller.ensure_group()
     is_stored = snapshot.reference is not None and group.is_on_one_node
@@ -138,11 +138,11 @@ def load_snapshot_into_all(controller: ElasticController, restore: Callable[...,
 
 
 class KeptTrainer:
-    """Returns what has changed in a detached trainer, and restores it in the trainer of the next process.
+    """Records changes of a detached trainer, and restores them in the trainer of the next process.
 
     Args:
         trainer: A class-based trainer.
-        keeper: Counts the calls to its workers.
+        keeper: Counts the trainer's calls to its workers.
     """
 
     def __init__(self, trainer: Any, keeper: Keeper) -> None:
@@ -150,7 +150,7 @@ class KeptTrainer:
         self._seen, self._settings = BEGINNING, trainer._settings
 
     def changes(self) -> dict[str, bytes]:
-        """Return the entries to keep: the current state, and what has changed since the last call."""
+        """Return the entries to store, pickled: the current state, and new records and settings since the last call."""
         from ray import cloudpickle
 
         trainer, history, snapshots = self._trainer, self._trainer.history, self._trainer._controller.snapshots
@@ -167,7 +167,7 @@ class KeptTrainer:
         return {name: cloudpickle.dumps(value) for name, value in found.items()}
 
     def take_over(self, kept: Mapping[str, bytes]) -> None:
-        """Restore the kept entries in the trainer."""
+        """Restore the stored entries in the trainer."""
         trainer = self._trainer
         self._keeper.num_calls, events, last_file, places, accounts = pickle.loads(kept["state"])
         trainer._calls.accounts.take_over(accounts)
@@ -188,9 +188,9 @@ class KeptTrainer:
             trainer._fit_progress = progress
 
     def leave_call(self, *, is_interrupted: bool) -> None:
-        """Give up the call that the previous process was in, so that the next call is a new one.
+        """Abandon the call that the previous process was running, so that the next call is a new call.
 
-        Workers that are still in that call finish it, unless Ctrl-C ended it.
+        Workers that are still running the abandoned call finish it, unless Ctrl-C ended it.
         """
         self._trainer._fit_progress = None
         found, self._keeper.found = self._keeper.found, None
@@ -201,5 +201,5 @@ class KeptTrainer:
 
 
 def _told_since(accounts: Accounts, before: Mapping[int, float]) -> float:
-    """Return the seconds in training calls since `before`, for the rank with the most."""
+    """Return the seconds in training calls since `before`: the maximum over the ranks."""
     return max((seconds - before.get(rank, 0.0) for rank, seconds in accounts.in_calls().items()), default=0.0)

@@ -1,8 +1,8 @@
-"""`ClassTrainer`: the common base of both class-based front ends.
+"""`ClassTrainer`: the common base class of both class-based front ends.
 
-It runs epochs, predictions and functions on all operators, and shuts the workers down. It can also give live workers
-another config, another operator class, or the state of another trainer, without new processes. Workers that start
-later get the change, too. A change that fails leaves everything as it was.
+It runs epochs, predictions and functions on all operators, and shuts down the workers. It can also change the config,
+the operator class or the state of live workers without starting new processes. Workers that start later receive the
+same change. If a change fails, it is rolled back.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ logger = logging.getLogger(__name__)
 
 @hide_library_frames
 class ClassTrainer(ABC, Generic[AnyOperatorT]):
-    """The driver's handle on the replicas of an operator. Each replica has the attribute `operator`."""
+    """The driver's handle to the replicas of an operator. Each replica has the attribute `operator`."""
 
     training_operator_cls: type[AnyOperatorT]
     initialization_hook: Callable[[], Any] | None
@@ -96,23 +96,23 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     _runner_cls: Any
     """Class of the replicas, a `ClassRunner`."""
     _divide_by_hand: str
-    """Advice for users whose workers each load their own part of the data."""
+    """Advice in an error message for users whose workers each load their own shard of the data."""
     _note_fit: NoteProgress | None = None
-    """Function that keeps the progress of `fit`, in a detached trainer."""
+    """Function that stores the progress of `fit`, in a detached trainer."""
     _fit_progress: FitProgress | None = None
-    """Progress that the next `fit` continues from."""
+    """Progress from which the next `fit` continues."""
     _begun_epoch: BegunEpoch | None = None
-    """Epoch that the last `fit` left before its end. The next one continues it if the state has not changed since."""
+    """Epoch that the last `fit` left unfinished. The next `fit` continues it if the state has not changed since."""
     _left_file: str | None = None
-    """File in which a detached trainer is saved when it ends without its program."""
+    """File in which a detached trainer is saved if it ends after its program has gone."""
     _running_fit: Callable[[], Any] = staticmethod(lambda: None)
-    """Returns the iterator over the epochs of the last `fit`; None once it is gone."""
+    """Returns the iterator over the epochs of the last `fit`, or None once the iterator has been freed."""
     _leaves_epochs = False
-    """True if `fit` can stop at a step inside an epoch and save the place."""
+    """True if `fit` can stop at a step inside an epoch and save its position."""
     _shows_progress = False
-    """True if something shows the progress of a training call."""
+    """True if something displays the progress of training calls."""
     _runs_worker_callbacks = False
-    """True if replicas call callbacks around their steps."""
+    """True if replicas can call worker callbacks around their steps."""
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings) -> None:
         self._group_settings, self._settings, self._writer = group, settings, BackgroundWriter()
@@ -131,9 +131,9 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def _new_sharing(self) -> Callable[[], DataSharing]:
-        """Return a function that makes a `DataSharing` from the current settings.
+        """Return a function that creates a `DataSharing` from the current settings.
 
-        It holds no reference to the trainer, so the trainer can be freed.
+        The function holds no reference to the trainer, so that the trainer can be freed.
         """
         replicas, place, call_data_of = self._replicas, self._place, self._call_data_of
 
@@ -145,11 +145,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _make_connection(self) -> Connection:
-        """Return the connection for the workers."""
+        """Return the connection that joins the workers."""
 
     @property
     def _renews_survivors(self) -> bool:
-        """True if survivors that cannot continue can restore a snapshot in their processes."""
+        """True if survivors that cannot continue can restore a snapshot without a new process."""
         return False
 
     @property
@@ -164,45 +164,45 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
-        """Refuse a dataset that cannot replace the registered data for one call."""
+        """Raise an error if a dataset cannot replace the registered data for one call."""
 
     def _check_fit(self, epochs: int) -> None:
         """Raise an error if `fit` cannot train for this many epochs."""
 
     def _shown(self) -> AbstractContextManager[Any]:
-        """Show the progress of a training call inside the block."""
+        """Return a context manager that shows the progress of the training call in its block."""
         return nullcontext()
 
     def _goes_on_with(self, dataset: Any) -> bool:
-        """Return True if a training call on `dataset` can continue whenever one on the registered data can."""
+        """Return True if a new group can continue a training call on `dataset`, as it can on the registered data."""
         return False
 
     @abstractmethod
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        """Raise an error if the workers' answers disagree. In training, this runs before the call counts."""
+        """Raise an error if the workers' answers disagree. After training, this runs before the call is committed."""
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
-        """Step the schedulers that follow metrics, after `fit` has validated. Return True if there were any."""
+        """Step the schedulers that depend on metrics, after `fit` has validated. Return True if there were any."""
         return False
 
     _merged: Callable[[Sequence[EpochAnswer], bool], Any] = staticmethod(merged)
     """Function that merges the answers of the workers into the result of a call."""
 
     def _settings_to_send(self, settings: Any) -> ReplicaSettings:
-        """Return the settings in a form that other processes can use."""
+        """Return the settings in a form that can be sent to other processes."""
         return settings
 
     def _take_settings(self, settings: ReplicaSettings) -> None:
-        """Use these settings for all workers that start from now on."""
+        """Use these settings for all workers that start later."""
         is_other = settings.revision != self._settings.revision
         self._settings = settings
         self._replicas.settings = self._settings_to_send(settings)
         show_options(self, settings)
         if is_other and self._controller.group is not None:
-            self._controller.group.standby.kill_all()  # else they stay, and get the changes when they step in
+            self._controller.group.standby.kill_all()  # otherwise spares get the changes when they step in
 
     def _make_controller(self) -> ElasticController:
-        """Return the controller that the trainer's arguments ask for."""
+        """Return a controller for the trainer's arguments."""
         self._replicas.settings = self._settings_to_send(self._settings)
         return make_controller(
             self._group_settings,
@@ -214,7 +214,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         )
 
     def _begin(self, controller: ElasticController) -> None:
-        """Start the workers. They end with the trainer, even if nobody calls `shutdown`."""
+        """Start the workers. They end when the trainer is freed, even without a call of `shutdown`."""
         self._controller = controller
         self._listeners = ProgressListeners(controller)
         self._recorder = CallRecorder(controller.history.events)
@@ -236,21 +236,21 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         controller.observe_with(self._calls.report)
 
     def _used_options(self) -> list[str]:
-        """Return the options that the ledger need not recommend, because they are set or would not help."""
+        """Return the options that the ledger must not recommend, because they are already set or cannot help."""
         recovery = self._settings.recovery
         used = {
             "spare_workers": self._group_settings.spare_workers > 0,
-            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # there is no number to raise
+            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # off, so there is no interval to raise
         }
         return [name for name, is_used in used.items() if is_used]
 
     def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
-        """Return an object that records changes, so that the next process of a detached trainer can continue."""
+        """Return an object that records changes, so that a detached trainer can continue in a new process."""
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
 
     def _save_left(self, reason: str) -> None:
-        """Save a detached trainer that is about to end. Also write the sidecar file that `resume_from="auto"` reads."""
+        """Save a detached trainer that is about to end, with the sidecar file that `resume_from="auto"` reads."""
         assert self._left_file is not None, "it has a folder"
         self.save(self._left_file)
         [epoch] = self._controller.run(Call(replica_calls.epochs_done, rank=0))
@@ -311,33 +311,33 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         *,
         blocking: bool = True,
     ) -> Any:
-        """Train for one pass over the data, or for `num_steps` batches per worker.
+        """Train for one epoch, or for `num_steps` batches per worker.
 
-        With the creators of `TFTrainer`, it is one `fit` of Keras.
+        With the creator functions of `TFTrainer`, each call runs Keras's `fit` once.
 
         Args:
-            num_steps: Batches per worker. The next call continues where this one stops; passes follow one another. With
-                creators it is the `steps_per_epoch` of this call.
+            num_steps: Batches per worker. The next call continues where this call stops, across epoch boundaries. With
+                creator functions, this is Keras's `steps_per_epoch`.
             profile: Whether to add two entries about one worker: `profile`, the mean seconds of each phase, and
-                `timings`, the seconds that it spent on each kind of work (see `ledger`).
+                `timings`, the seconds that the worker spent on each type of work (see `ledger`).
             reduce_results: Whether to merge the workers' metrics. False returns a list with one dict per worker.
-            max_retries: How many times to run this call again after a failure.
+            max_retries: How many times to retry this call after a failure.
             info: Values to pass to the operator.
             dataset: Data to train on in this call instead of the registered data: a loader or dataset of the framework,
-                arrays, a data frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a loader or
-                dataset, and others; see `docs/data.md`. Not with creators.
-            blocking: False returns a handle at once, while the workers train. `handle.result()` waits for the result,
-                and Ctrl-C there ends the call. Other calls of the trainer wait until it is over. With `use_local` the
-                call is already over when you get the handle.
+                arrays, a data frame, a Ray Data dataset, a function `(config, batch_size)` that returns a loader or
+                dataset, and others; see `docs/data.md`. Not with creator functions.
+            blocking: False returns a handle immediately, while the workers train. `handle.result()` waits for the
+                result, and Ctrl-C during that wait ends the call. Other calls of the trainer wait until this call
+                finishes. With `use_local`, the call has already finished when you get the handle.
 
         Returns:
             `num_samples`, `epoch`, `batch_count`, and for each metric its mean over the samples and its last value.
-            With creators, `train_<name>` has the last value of each entry in the history of Keras.
+            With creator functions, `train_<name>` is the last value of each entry in Keras's history.
 
         Raises:
             InvalidCountError: `max_retries` is negative, or `num_steps` is not a valid count.
-            ValueError: A callback called this while `fit` is running.
-            WorkerError: Your code raised an error. `except` with the class of that error catches it, too. Never
+            ValueError: This was called while `fit` is running, for example by a callback.
+            WorkerError: Your code raised an error. It can also be caught by the class of your error. The call is not
                 retried.
             WorkersLostError: Workers were lost and no retries are left.
         """
@@ -378,7 +378,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             )
 
     def _warn_of_nan(self, result: Any) -> None:
-        """Log a warning the first time that a loss is NaN."""
+        """Log a warning the first time a loss is NaN."""
         values = result.items() if isinstance(result, Mapping) else ()
         names = [name for name, value in values if "loss" in str(name) and isinstance(value, float) and value != value]
         if names and self._once.is_first("nan"):
@@ -434,16 +434,16 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     ) -> Any:
         """Evaluate on the validation data, using every sample once.
 
-        The arguments and the result are those of `train`, except that the result has no `epoch`. With the creators of
-        `TFTrainer` the result has `validation_<name>` for each metric of the model.
+        The arguments and the result are the same as for `train`, except that the result has no `epoch`. With the
+        creator functions of `TFTrainer`, the result has `validation_<name>` for each metric of the model.
 
-        With `blocking=False` one of the `spare_workers` of the trainer validates the weights and the config as the
-        earlier calls left them, whatever changes meanwhile. Training waits only until the state is copied. Without
-        spares, the workers that train also validate, and the next call waits for them.
+        With `blocking=False`, one of the trainer's `spare_workers` validates the weights and the config that earlier
+        calls produced, even if later calls change them. Training waits only until the state is copied. Without spares,
+        the training workers also validate, and the next call waits for them.
 
         Raises:
             NoDataError: There is no validation data.
-            ValueError: With `blocking=False`: the operator's `validate` trains, and what it learns would be lost.
+            ValueError: With `blocking=False`: the operator's `validate` trains, and its changes would be lost.
             WorkerError, WorkersLostError: As in `train`.
         """
         request = asked(num_steps, profile, reduce_results, info)
@@ -474,11 +474,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._merged(answers, reduce_results)
 
     def _after_evaluation(self) -> None:
-        """Note changes that an evaluation made in the workers that train."""
+        """Record changes that an evaluation made in the training workers."""
 
     @property
     def _validates_beside(self) -> bool:
-        """True if spares can validate while other workers train. If not, log the reason once."""
+        """True if spares can validate while other workers train. If not, log a warning with the reason once."""
         group = self._group_settings
         if group.spare_workers and not group.use_local:
             return True
@@ -499,14 +499,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         reduce_results: bool,
         note: Callable[[RecordBeside, Any, float, float], object] | None = None,
     ) -> CallHandle[Any]:
-        """Begin a validation beside the training, of the state that the calls so far have left.
+        """Start validating the current state on a spare, while training continues.
 
         Args:
             request: The request for the spare.
             dataset: Data to use instead of the registered data, or None.
             reduce_results: Whether to merge the metrics.
-            note: Function of `fit` that takes the result; None adds the result to the history at once. It is called in
-                a thread, with a function that adds to the history and the arguments of that function.
+            note: Function of `fit` that receives the result, in a background thread. Its first argument is the function
+                that adds the result to the history; the others are the arguments for that function. None adds the
+                result to the history immediately.
         """
 
         def take_state() -> tuple[Validation, RecordBeside]:
@@ -535,18 +536,18 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """Load a file that `save` wrote."""
 
     def _save_behind(self, checkpoint: str) -> SubmittedWrite | None:
-        """Write the state to a file in the background. Return the write; None if the file is complete already."""
+        """Write the state to a file in the background. Return the write, or None if the file is already complete."""
         self._saves.submitted = None
         self.save(checkpoint, blocking=False)
         return self._saves.submitted
 
     @abstractmethod
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
-        """Write a snapshot that the driver holds. This needs no worker."""
+        """Write a snapshot that the driver holds to a file, without calling any worker."""
 
     @abstractmethod
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
-        """Return how many completed epochs, and how many batches in total, a snapshot in the driver has seen."""
+        """Return the completed epochs of a snapshot that the driver holds, and its batches over all epochs."""
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
@@ -566,42 +567,43 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         progress: bool | None = None,
         log_every_n_steps: int = 50,
     ) -> History:
-        """Train for some epochs, validate after each of them, and call callbacks. Call it again for more epochs.
+        """Train for some epochs, validate after each epoch, and call callbacks. Call `fit` again for more epochs.
 
         Args:
-            epochs: How many more epochs to train. With `resume_from` it is the total, which includes the epochs of the
-                checkpoint. You can leave it out if you pass `max_steps`.
-            max_steps: After how many more steps to stop, also inside an epoch. Steps are batches of one worker. With
-                `resume_from` it is the total. A later run can continue at the next step. For `TorchTrainer`.
-            max_time: How long this call may take: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". Shortly before
-                that, the run stops at a step and is saved. Time for two saves is kept back.
+            epochs: How many more epochs to train. With `resume_from`, the total number, including the checkpoint's
+                epochs. Optional if you pass `max_steps`.
+            max_steps: Stop after this many more steps, even inside an epoch. A step is one batch on each worker. With
+                `resume_from`, the total number. A later run can continue at the next step. For `TorchTrainer`.
+            max_time: Time limit of this call: seconds, a `timedelta`, "23:30:00" or "1-12:00:00". The run stops at a
+                step shortly before the limit and is saved if a callback saves. Time for two saves is reserved.
             callbacks: Instances of `raysgd.callbacks.Callback` or `WorkerCallback`, called in this order.
-            validation_freq: Validate after every this many epochs; 0 for never. Without validation data, `fit` only
-                validates if your class has a `validate` of its own that needs no data.
-            validate_every_n_steps: Also validate inside epochs, after every this many steps of the whole training. The
-                training does not depend on it. The results go to `on_validation` of callbacks and to
-                `history.records`, not to the rows. For `TorchTrainer`.
+            validation_freq: Validate after every this many epochs; 0 for never. Without validation data, `fit`
+                validates only if your class overrides `validate` with a method that needs no data.
+            validate_every_n_steps: Also validate inside epochs, after every this many steps, counted over all epochs.
+                This does not affect training. The results are passed to the callbacks' `on_validation` and added to
+                `history.records`, but not to the history's rows. For `TorchTrainer`.
             dataset: Data to train on instead of the registered data, as in `train`.
             validation_dataset: Data to validate on instead of the registered data, as in `validate`.
-            resume_from: A file that `run.save` or `save` wrote, or its URI. It is loaded first. "auto" loads the newest
-                checkpoint that a callback such as `Checkpointing` finds, or the file in the `folder` of
-                `raysgd.Detached` if that has more epochs. If there is none, training starts from the beginning.
-            folder: Folder on a disk where callbacks put their files. Default: a new folder in `~/ray_results`.
-            validate: "async" begins the next epoch while one of the `spare_workers` of the trainer validates the last
-                one. The row of an epoch is complete, and callbacks have acted on it, at the end of the next epoch. No
-                validation is skipped: an epoch waits for the validation before the last one.
-            progress: Whether to show a `raysgd.callbacks.ProgressBar`. None shows one in a terminal or a notebook.
-            log_every_n_steps: Within an epoch, loggers and reports get the training metrics after every this many
-                steps; 0 for epochs only. For `TorchTrainer`.
+            resume_from: Path or URI of a file that `run.save` or `save` wrote, to load before training. "auto" loads
+                the newest checkpoint that a callback such as `Checkpointing` finds, or the file in the `folder` of
+                `raysgd.Detached` if it is further ahead. If there is no checkpoint, training starts from scratch.
+            folder: Local folder for the callbacks' files. Default: a new folder in `~/ray_results`.
+            validate: "async" starts the next epoch while one of the trainer's `spare_workers` validates the previous
+                epoch. An epoch's row is then complete, and callbacks have received it, at the end of the next epoch. No
+                validation is skipped: each epoch ends by waiting for the previous epoch's validation.
+            progress: Whether to show a `raysgd.callbacks.ProgressBar`. None shows it in a terminal or a notebook.
+            log_every_n_steps: Pass training metrics to loggers and reports after every this many steps inside an epoch;
+                0 for epochs only. For `TorchTrainer`.
 
         Returns:
-            One row per epoch, and all events of the run.
+            The history of the run: one row per epoch, and all events.
 
         Raises:
-            ValueError, TypeError: An argument is wrong, or a callback cannot work in this run. Nothing has begun.
-            CallbackError: A callback failed. The state of the training is kept.
+            ValueError, TypeError: An argument is invalid, or a callback cannot work in this run. Nothing has started.
+            CallbackError: A callback failed. The training state is not lost.
             WorkerError, WorkersLostError: As in `train`.
-            Preempted: The program got SIGTERM or SIGUSR1. The run stopped at a step, and was saved if a callback saves.
+            Preempted: The program received SIGTERM or SIGUSR1. The run stopped at a step, and was saved if a callback
+                saves.
         """
         history, rows = self._begin_fit(locals())
         for _ in rows:
@@ -627,8 +629,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     ) -> Iterator[dict[str, Any]]:
         """Train as `fit` does, and yield the results of each epoch when it ends.
 
-        The next epoch begins when you ask for it. If you leave the loop, the run stops: callbacks are told that it has
-        ended, and you can go on using the trainer.
+        The next epoch starts when your loop requests the next item. If you leave the loop, the run stops: `on_run_end`
+        of the callbacks is called, and you can continue to use the trainer.
 
         Args:
             epochs: As in `fit`.
@@ -641,15 +643,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             validation_dataset: As in `fit`.
             resume_from: As in `fit`.
             folder: As in `fit`.
-            validate: As in `fit`. With "async", the results of the validation are added to the row after you get it.
+            validate: As in `fit`. With "async", the validation metrics are added to a row after it was yielded.
             log_every_n_steps: As in `fit`.
 
         Returns:
-            The rows of the history, one after the other.
+            An iterator over the rows of the history.
 
         Raises:
             ValueError, TypeError, CallbackError, WorkerError, WorkersLostError, Preempted: As in `fit`. A signal that
-                comes in the body of your loop takes effect when you ask for the next epoch.
+                arrives in the body of your loop takes effect when the loop requests the next epoch.
 
         Examples:
             >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
@@ -658,7 +660,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._begin_fit(locals())[1]
 
     def _begin_fit(self, arguments: Mapping[str, Any]) -> tuple[History, Iterator[dict[str, Any]]]:
-        """Check the arguments of `fit` or `epochs`. Return the history of the run, and the iterator over its epochs."""
+        """Check the arguments of `fit` or `epochs`. Return the run's history, and the iterator over its epochs."""
         options = FitOptions(**{name: value for name, value in arguments.items() if name != "self"})
         self._refuse_inside_fit("fit")
         kept, self._fit_progress = self._fit_progress, None
@@ -699,7 +701,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return fit.history, rows
 
     def test(self, dataset: Any) -> Metrics:
-        """Evaluate on data other than the registered data, as `validate(dataset=...)`. Names begin with `test_`."""
+        """Evaluate on `dataset`, as `validate(dataset=...)` does. The names of the metrics start with `test_`."""
         self._check_dataset(dataset, training=False)
         return self._test(dataset)
 
@@ -709,30 +711,30 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def history(self) -> History:
-        """All calls of `train`, `validate` and `test` since the start, and the events of the workers."""
+        """The trainer's history: all calls of `train`, `validate` and `test` so far, and all events of the workers."""
         return self._recorder.history
 
     def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Let these callbacks, and no others, run in the current workers and in workers that start later."""
+        """Install exactly these callbacks in the current workers and in workers that start later."""
         chosen = tuple(callbacks)
         revision = self._settings.callbacks_revision + 1
         with self._controller.turns.take_turn():
             self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
-            if self._controller.group is not None:  # else workers get them when they start
+            if self._controller.group is not None:  # otherwise workers get them when they start
                 self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
 
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """Run a method of the replicas on all workers. The options are those of a `Call`."""
+        """Run a method of the replica on all workers. `options` are passed to `Call`."""
         return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
 
     @property
     @abstractmethod
     def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
-        """Function that takes the data of a call and the config of one worker, and says who divides the data."""
+        """Function that takes a call's data and a worker's config, and determines who shards the data."""
 
     @abstractmethod
     def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
-        """Return the source of the batches, and the container for the results."""
+        """Return the source of the batches and the container for the predictions."""
 
     def predict(
         self,
@@ -745,33 +747,33 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         info: Mapping[str, Any] | None = None,
         max_retries: int = 3,
     ) -> Any:
-        """Predict on all workers: one result for each row of the data, in the order of the rows.
+        """Predict on all workers. Return one prediction for each row of the data, in the order of the rows.
 
-        Each batch goes through the operator's `predict_batch`, in evaluation mode and without gradients. The batches
+        Each batch is passed to the operator's `predict_batch`, in evaluation mode and without gradients. The batches
         are the same as in a single process, whatever the number of workers. The training state does not change.
 
         Args:
-            data: An array or tensor, a tuple or dict of them, a data frame, a dataset or loader of the framework, a
-                dataset of Ray Data, `raysgd.data.Arrays` or `RayBatches`, or an iterator over batches.
-            batch_size: Number of rows in a batch of one worker. None takes it from the data, else from the config, else
-                it is 32.
-            streaming: Whether to return an iterator with one result for each batch, for data or results that do not
-                fit in memory. It predicts as you iterate.
-            feature_columns: Columns that the model gets, for a data frame or a dataset of Ray Data.
-            has_target: Whether batches that are tuples end with a target, which is left out. With None, batches of
-                datasets and loaders do if they have several parts, and arrays that you pass are all inputs.
+            data: An array or tensor, a tuple or dict of arrays or tensors, a data frame, a dataset or loader of the
+                framework, a Ray Data dataset, `raysgd.data.Arrays` or `RayBatches`, or an iterator over batches.
+            batch_size: Number of rows in a worker's batch. Default: the batch size of the data, otherwise the batch
+                size in the config, otherwise 32.
+            streaming: Whether to return an iterator that predicts lazily and yields one result per batch, for data or
+                results that do not fit in memory.
+            feature_columns: Columns to pass to the model, for a data frame or a Ray Data dataset.
+            has_target: Whether the last element of tuple batches is a target, which is then removed. None assumes a
+                target if batches of a dataset or loader have several elements, and no target in arrays that you pass.
             info: Values to add to `batch_info`.
-            max_retries: How many times to repeat a round of batches after a failure.
+            max_retries: How many times to retry a round of batches after a failure.
 
         Returns:
-            The same kind of container as `data`; see `docs/predict.md`. Arrays without rows count as one batch without
-            rows.
+            The predictions, in the same type of container as `data`; see `docs/predict.md`. Arrays without rows are
+            predicted as one empty batch.
 
         Raises:
-            TypeError: The data is of an unknown kind.
-            ValueError: The order of the data cannot be kept, a column is missing, or an output has a different number
-                of rows than its batch.
-            WorkerError: The operator raised an error. `except` with the class of that error catches it, too. Never
+            TypeError: The type of the data is not supported.
+            ValueError: The order of the data cannot be preserved, a column is missing, or an output has a different
+                number of rows than its batch.
+            WorkerError: The operator raised an error. It can also be caught by the class of that error. The call is not
                 retried.
             WorkersLostError: Workers were lost and no retries are left.
         """
@@ -790,15 +792,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return container.stream(rounds.outputs()) if streaming else container.collect(rounds.outputs())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
-        """Load a state into all workers. Return when they have it.
+        """Load a state dict into all workers. Return once all workers have loaded it.
 
         Args:
-            state_dict: The result of `state_dict`, from this trainer or another one with any number of workers.
-            blocking: Accepted for compatibility. Loading always waits, so that an error is not lost.
+            state_dict: The result of `state_dict`, from this or another trainer with any number of workers.
+            blocking: Accepted for compatibility. Loading always blocks, so that no error goes unnoticed.
 
         Raises:
-            KeyError: A part is missing.
-            ValueError: A part does not fit what is registered. The workers keep their state.
+            KeyError: A part of the state is missing.
+            ValueError: A part of the state does not fit the registered objects. The workers keep their old state.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(
@@ -808,23 +810,23 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _load_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`."""
+        """Load the result of `state_dict` into all workers."""
 
     # ----------------------------------------------------------------------------------------- changes in live workers
 
     def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
-        """Begin again with another config, as a new trainer would: new operators, in the same worker processes.
+        """Start over with a new config, as a new trainer would: create new operators in the same worker processes.
 
-        With Horovod the processes are new, too. The trained state is lost, so `save` it first if you need it.
-        Random generators are seeded again only if the trainer has a `seed`.
+        With Horovod, the processes are new as well. The trained state is lost, so `save` it first if you need it.
+        Random generators are reseeded only if the trainer has a `seed`.
 
         Args:
             config: The new config, as for a new trainer.
 
         Raises:
-            ValueError, TypeError: The config cannot work. Nothing has changed.
-            WorkerError: Your `setup` raised an error. `except` with the class of that error catches it, too. The
-                workers are ended, and the next call starts new ones with the new config.
+            ValueError, TypeError: The config is invalid. Nothing has changed.
+            WorkerError: Your `setup` raised an error. It can also be caught by the class of your error. The workers
+                were shut down, and the next call starts new workers with the new config.
         """
         self._begin_again(replace(self._settings, config=self._checked_config(config)))
 
@@ -839,25 +841,25 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def update_config(self, **changes: Any) -> None:
         """Change entries of the config in the running operators, which keep their state.
 
-        Each operator's `config` gets the new values, and then its `config_changed` is called. With `TorchTrainer`, that
-        gives the optimizers the learning rate `lr`. Workers that start later run `setup` with the old config and then
-        `config_changed`, as the running workers did.
+        The new values are set in each operator's `config`, and then its `config_changed` is called. With
+        `TorchTrainer`, learning rates that equaled `config["lr"]` after `setup` then follow the new value by default.
+        Workers that start later run `setup` with the old config and then `config_changed`, as the running workers did.
 
         Args:
-            **changes: New values by name. The config must have these names already.
+            **changes: New values by name. The config must already have these names.
 
         Raises:
             ValueError: The config has no such entry, or the entry cannot be changed in running operators.
             UnpicklableError: A value cannot be sent to the workers.
-            WorkerError: `config_changed` raised an error. `except` with the class of that error catches it, too. All
-                workers keep the old config.
+            WorkerError: `config_changed` raised an error. It can also be caught by the class of that error. All workers
+                keep the old config.
         """
         with self._controller.turns.take_turn():
             settings = self._with_changes(changes)
             with _naming_config_entries(settings.config):
                 options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
                 answers = self._on_all(self._runner_cls.change_config, self._settings_to_send(settings), **options)
-            self._take_settings(settings)  # not earlier: the call itself reaches workers that start during it
+            self._take_settings(settings)  # only now: the call itself reaches workers that start meanwhile
             self._calls.sharing.follow(settings.config)
         if answers[0]:
             logger.warning(
@@ -867,7 +869,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             )
 
     def _with_changes(self, changes: Mapping[str, Any]) -> ReplicaSettings:
-        """Return the settings with the changes to the config, after checking them."""
+        """Check the changes to the config, and return the settings with the new config."""
         config = self._settings.config
         for name in changes:
             if name == BATCH_SIZE:
@@ -889,21 +891,21 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         )
 
     def reload(self, training_operator_cls: type[AnyOperatorT]) -> None:
-        """Continue with another operator class, usually an edited one, in the same workers and with the same state.
+        """Switch to another operator class, usually an edited version, in the same workers and with the same state.
 
-        Each worker makes an operator of the new class and gives it the state of the old one. The old operators are
-        dropped only when all workers have done so. If the new class changes hyperparameters of optimizers, the new
-        values apply. Attributes that are not part of the state are as the new `setup` makes them.
+        Each worker creates an operator of the new class and loads the old operator's state into it. The old operators
+        are discarded only after all workers have succeeded. If the new class changes hyperparameters of optimizers, the
+        new values apply. Attributes that are not part of the state are set by the new `setup`.
 
         Args:
             training_operator_cls: The new class.
 
         Raises:
             TypeError: The argument is not an operator class.
-            ValueError: The state does not fit what the new class registers, or the trainer uses FSDP, Horovod or
-                creator functions. All workers keep the old class.
-            WorkerError: `setup` of the new class raised an error. `except` with the class of that error catches it,
-                too. All workers keep the old class.
+            ValueError: The state does not fit the objects that the new class registers, or the trainer uses FSDP,
+                Horovod or creator functions. All workers keep the old class.
+            WorkerError: `setup` of the new class raised an error. It can also be caught by the class of that error. All
+                workers keep the old class.
         """
         self._check_reload(training_operator_cls)
         with self._controller.turns.take_turn():
@@ -918,15 +920,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             self._controller.ensure_group()
         else:
             _send_by_value(training_operator_cls)
-            self._newest_snapshot()  # the wait for its arrival in the driver is below
+            self._newest_snapshot()  # starts the transfer; `snapshot()` below waits for it
         edited = self._prepared(settings)
         if not self._group_settings.is_driver_only:
-            self._controller.snapshot()  # from the calls with the old class
+            self._controller.snapshot()  # of the state from calls with the old class
         with self._adopted(settings):
             options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
             finish = partial(self._on_all, self._runner_cls.finish_reload, revision, edited, **options)
             facts = finish()
-            if None in facts:  # the group has changed, and new workers have prepared nothing: start all again
+            if None in facts:  # the group has changed, and new workers have not prepared: restart all
                 self._controller.kill_group()
                 self._controller.ensure_group()
                 facts = finish()
@@ -935,10 +937,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _check_reload(self, training_operator_cls: Any) -> None:
-        """Refuse what is not an operator class, and trainers whose workers cannot hold a second operator."""
+        """Raise an error if this is not an operator class, or if the workers cannot hold a second operator."""
 
     def _prepared(self, settings: ReplicaSettings) -> Any:
-        """Let all workers make an operator of the new class. Return the hyperparameters that it changes."""
+        """Create an operator of the new class in all workers. Return the hyperparameters that the new class changes."""
         with OnFailure(self._drop_prepared):
             answers = self._on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
             for name in ("train_data", "validation_data"):
@@ -951,23 +953,23 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return answers[0][1]
 
     def _drop_prepared(self) -> None:
-        with suppress(RaySGDError):  # the first error is the one to show
+        with suppress(RaySGDError):  # the original error is the relevant one
             if self._controller.group is not None:
                 self._on_all(self._runner_cls.drop_reload)
 
     def take_state_of(self, other: Any) -> None:
         """Load the state of another live trainer, without a file.
 
-        If the configs differ, optimizers keep the hyperparameters of `setup`, and schedules are scaled to a new
-        learning rate.
+        If the configs differ, the optimizers keep the hyperparameters that this trainer's `setup` chose, and schedules
+        are rescaled to a new learning rate.
 
         Args:
-            other: A trainer of the same class with the same kind of operators, and any number of workers.
+            other: A trainer of the same class with the same type of operators, and any number of workers.
 
         Raises:
             TypeError: `other` is not a trainer of this class.
-            ValueError, KeyError: The state does not fit, and the workers keep theirs. Or the message says that the
-                schedule cannot follow the learning rate of the config; the workers then have the other one's state.
+            ValueError, KeyError: The state does not fit, and the workers keep their old state. Or a schedule cannot be
+                rescaled to the config's learning rate; the workers then have already loaded the state of `other`.
         """
         if not isinstance(other, ClassTrainer) or other._runner_cls is not self._runner_cls:
             raise TypeError(
@@ -980,28 +982,28 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _load_snapshot(self, snapshot: Snapshot) -> None:
-        """Load a snapshot of this or another trainer. It may be shared, so it must not be changed."""
+        """Load a snapshot of this or another trainer. Do not modify the snapshot, which trainers may share."""
 
     def _follow_config(self) -> None:
         self._on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
 
     @contextmanager
     def _adopted(self, settings: ReplicaSettings) -> Iterator[None]:
-        """Use these settings for workers that start from now on. Go back to the old settings if the body fails."""
+        """Use these settings for workers that start later. Restore the old settings if the block fails."""
         before = self._settings
         self._take_settings(settings)
         with OnFailure(partial(self._take_settings, before)):
             yield
 
     def _renew(self) -> None:
-        """Make new operators from the current settings."""
-        if self.backend == "horovod":  # its setup of a process cannot be undone
+        """Create new operators from the current settings."""
+        if self.backend == "horovod":  # its initialization of a process cannot be undone
             self._controller.restart()
         else:
             self._controller.renew(self._runner_cls.renew, self._replicas.settings)
 
     def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the config if this trainer can work with it; else raise an error."""
+        """Return the config, or raise an error if this trainer cannot work with it."""
         return checks.check_config(config)
 
     # -------------------------------------------------------------------------------- code in the workers, and the end
@@ -1013,8 +1015,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def apply_all_operators(self, fn: Callable[[AnyOperatorT], T]) -> list[T]:
         """Run `fn(operator)` in all workers at the same time. Return the results in rank order.
 
-        If `fn` raises an error on only some workers, or at different lines, all workers are replaced, because some
-        operators may have changed and others not.
+        If `fn` raises an error on only some workers, or at different lines, all workers are replaced, because their
+        operators may no longer be in sync.
         """
         return self._on_all(replica_calls.apply, fn, changes_state=True, keeps_alike=True, is_repeatable=False)
 
@@ -1034,12 +1036,12 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return operator
 
     def shutdown(self, force: bool = False) -> None:
-        """End the workers and free their resources. A second call does nothing.
+        """Shut down the workers and free their resources. A second call does nothing.
 
-        Called from another thread, it also ends a running call, which then raises `TrainerShutdownError`.
+        If called from another thread, this also ends a running call, which then raises `TrainerShutdownError`.
 
         Args:
-            force: Whether to end the processes at once instead of letting them close first.
+            force: Whether to kill the processes immediately instead of letting them close first.
         """
         try:
             self._finalizer.detach()
@@ -1064,32 +1066,32 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         self.shutdown(force=error is not None)
 
     def status(self) -> TrainerStatus:
-        """Return the status of the trainer: workers, throughput, use of time, data, failures, last snapshot.
+        """Return the trainer's status: workers, throughput, time breakdown, data, failures, last snapshot.
 
-        It prints as a few lines of text, and shows as a card in a notebook. The workers are asked while they work, so
-        a second thread may call this while `train` runs.
+        The status prints as a few lines of text, and is displayed as a card in a notebook. Workers respond while they
+        are training, so you can call this from a second thread while `train` runs.
         """
         found = self._calls.with_ledger(self._controller.status(self._calls.samples_per_s))
         return replace(found, global_batch=self._global_batch_in_words)
 
     @property
     def _global_batch_in_words(self) -> str:
-        """The global batch in words if its size depends on the number of workers; else empty."""
+        """Description of the global batch if its size depends on the number of workers; otherwise empty."""
         facts = self._facts
         if facts.keeps_global_batch or facts.batch_size is None or self.max_replicas == 1:
             return ""
         return global_batch_in_words(self.num_workers, facts.batch_size, self._keeps_survivors)
 
     def ledger(self) -> TimeLedger:
-        """Return how each rank spent its time, up to its last heartbeat. No worker is asked.
+        """Return how each rank spent its time, up to its last heartbeat. This does not contact the workers.
 
-        `status().ledger` is up to date. Notes in the ledger say what is missing.
+        For up-to-date figures, use `status().ledger`. Notes in the ledger say what is missing.
         """
         controller = self._controller
         return self._calls.accounts.ledger(None if controller.is_stopped else controller.num_workers)
 
     def __repr__(self) -> str:
-        """Return one line from what the driver knows. No worker is asked."""
+        """Return a one-line description. This does not contact the workers."""
         try:
             return f"<{self._title}: {self._in_words()}>"
         except AttributeError:  # the trainer failed to start
@@ -1112,25 +1114,25 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return ", ".join([*told, self.backend, *readable.failures(self.history.events)])
 
     def _snapshot(self) -> Snapshot:
-        """Return the current state. A local operator counts as changed, since the user can change it without a call."""
+        """Return the current state. With a local operator, always copy it: users can change it without a call."""
         if self.use_local:
             self._controller.snapshots.touch()
         return self._controller.snapshot()
 
     def _newest_snapshot(self) -> NewestSnapshot:
-        """Return the current state as soon as it is copied. It may still be on its way to the driver."""
+        """Return the current state once it is copied. Its transfer to the driver may still be in progress."""
         if self.use_local:
             self._controller.snapshots.touch()
         return self._controller.newest_snapshot()
 
     def _shared_snapshot(self) -> Snapshot:
-        """Return a snapshot of the current shared state. Random states may be a little older, which saves a copy."""
+        """Return a snapshot of the current shared state. To avoid a copy, its random states may be slightly older."""
         landed = self._controller.landed_snapshot() if not self.use_local else None
         return self._snapshot() if landed is None else landed
 
     @property
     def config(self) -> dict[str, Any]:
-        """Read-only copy of the config, with the batch size that the current number of workers really uses."""
+        """Read-only copy of the config, with the actual global batch size for the current number of workers."""
         config = dict(self._settings.config)
         if BATCH_SIZE in config:
             options = self._settings.batch_options
@@ -1139,7 +1141,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def max_replicas(self) -> int:
-        """Largest number of workers to train with."""
+        """Maximum number of workers, which is the requested number."""
         return self._group_settings.num_workers
 
     @property
@@ -1149,12 +1151,12 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def worker_group(self) -> Any:
-        """The running worker group, started again if it had ended. Raises `RuntimeError` after `shutdown`."""
+        """The running worker group, restarted if it had ended. Raises `RuntimeError` after `shutdown`."""
         return self._controller.ensure_group()
 
     @property
     def _facts(self) -> Any:
-        """Facts that rank 0 reports after `setup`. All ranks have the same facts, except about data."""
+        """Facts that rank 0 reported after `setup`. All ranks report the same facts, except about data."""
         return self._controller.facts[0]
 
     @property
@@ -1166,7 +1168,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._controller.history.last_resize
 
     def _check_same_data(self) -> None:
-        """Refuse ranks that divide different data: they would train on overlapping parts unnoticed."""
+        """Raise an error if the ranks shard different data, because their shards could overlap unnoticed."""
         for name in ("train_data", "validation_data"):
             found = [getattr(facts, name) for facts in self._controller.facts]
             if len(set(found)) > 1:
@@ -1180,7 +1182,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
 @contextmanager
 def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
-    """Add the name of the config entry to the error if that entry cannot be sent to workers."""
+    """If a config entry cannot be sent to the workers, add its name to the error."""
     try:
         yield
     except UnpicklableError as error:
@@ -1189,13 +1191,13 @@ def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _abandon(controller: ElasticController, background: BackgroundCalls) -> None:
-    """End a trainer that was never shut down, when it is garbage-collected or the program ends."""
+    """Stop a trainer that was never shut down, when it is garbage-collected or the program ends."""
     controller.stop(force=True)
     background.await_end()
 
 
 def _send_by_value(operator_cls: type[Any]) -> None:
-    """Pickle a class of a user's module by value: workers may have imported an older version of the module."""
+    """Register the class's module to be pickled by value, because workers may have imported an older version of it."""
     module = sys.modules.get(operator_cls.__module__)
     path = getattr(module, "__file__", None)
     if module is None or path is None or module.__name__.partition(".")[0] in ("__main__", "raysgd"):
@@ -1207,14 +1209,14 @@ def _send_by_value(operator_cls: type[Any]) -> None:
 
 
 def show_options(trainer: object, *settings: Any) -> None:
-    """Set every option as an attribute of the trainer, unless the class defines that attribute itself."""
+    """Set every option as an attribute of the trainer, except attributes that the trainer's class defines."""
     for each in settings:
         names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
         vars(trainer).update({name: getattr(each, name) for name in names})
 
 
 class ReadOnlyConfig(dict[str, Any]):
-    """Read-only copy of a config, which `trainer.config` returns. To change a copy, use `dict(config)`."""
+    """Read-only copy of a config, returned by `trainer.config`. `dict(config)` returns a copy that you can change."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(

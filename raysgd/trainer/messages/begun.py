@@ -1,4 +1,4 @@
-"""Pure: how far an epoch was when a run left it at a step, and the metrics of the ranks up to that step."""
+"""Progress of an epoch that a run left at a step, and each rank's metrics up to that step. No I/O."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _BY_RANK = ("by_rank", "lost")
 
 @dataclass(frozen=True)
 class BegunEpoch:
-    """An epoch that a run left before its end.
+    """An epoch that a run left unfinished.
 
     Attributes:
-        num_steps: Number of batches of the epoch that each worker has trained on.
-        epoch_idx: Index of the epoch, from 0.
+        num_steps: Number of the epoch's batches that each worker has trained on.
+        epoch_idx: Index of the epoch, starting at 0.
         by_rank: Metrics of each rank.
         lost: Metrics of ranks that were lost before the run left the epoch.
-        seconds: Seconds that the epoch had been trained.
-        global_step: Number of batches that each worker has trained on in all epochs.
-        is_exhausted: True if all batches are done, but not yet what follows the last one.
-        owes_validation: True if the run validates at this step, but was left before that.
-        objects: Names of metric objects, which only the processes that measured have.
+        seconds: Training time of the epoch so far.
+        global_step: Number of batches that each worker has trained on over all epochs.
+        is_exhausted: True if all batches are done, but not the work after the last batch.
+        owes_validation: True if a validation is due at this step but has not run.
+        objects: Names of metric objects. Only the processes that measured them hold their values.
     """
 
     num_steps: int
@@ -39,11 +39,11 @@ class BegunEpoch:
 
     @staticmethod
     def of(states: Sequence[Any], **more: Any) -> BegunEpoch:
-        """Return the epoch that the ranks left.
+        """Create a `BegunEpoch` from the ranks' progress.
 
         Args:
             states: The `RunState` of each rank.
-            **more: Further attributes.
+            **more: Values of further attributes.
         """
         first = states[0]
         by_rank = tuple(_without_objects(each.metrics) for each in states)
@@ -52,11 +52,11 @@ class BegunEpoch:
         return BegunEpoch(first.num_steps, first.epoch_idx, by_rank, lost, is_exhausted=first.is_exhausted, **more)
 
     def for_rank(self, rank: int, num_ranks: int) -> BegunEpoch:
-        """Return the epoch with only the metrics that one rank counts. The new group may have any size."""
+        """Return a copy with only the metrics that rank `rank` of a new group of any size takes over."""
         return replace(self, by_rank=self.by_rank[rank::num_ranks])
 
     def as_data(self) -> dict[str, Any]:
-        """Return the epoch in types that JSON has. Floats keep every bit."""
+        """Return the epoch as JSON-serializable data. Floats are exact."""
         return {
             "num_steps": self.num_steps,
             "epoch_idx": self.epoch_idx,
@@ -70,10 +70,10 @@ class BegunEpoch:
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> BegunEpoch:
-        """Return the epoch that `as_data` wrote.
+        """Create a `BegunEpoch` from the result of `as_data`.
 
         Raises:
-            ValueError: The data are damaged.
+            ValueError: The data is damaged.
         """
         try:
             return BegunEpoch(
@@ -91,21 +91,21 @@ class BegunEpoch:
 
 
 def summaries_as_data(summaries: Iterable[MetricSummary]) -> list[dict[str, Any]]:
-    """Return metrics in types that JSON has. Floats keep every bit."""
+    """Return metrics as JSON-serializable data. Floats are exact."""
     return [_as_data(each) for each in summaries]
 
 
 def summaries_from_data(data: Iterable[Mapping[str, Any]]) -> tuple[MetricSummary, ...]:
-    """Return the metrics that `summaries_as_data` wrote.
+    """Return metrics from the result of `summaries_as_data`.
 
     Raises:
-        KeyError, TypeError, ValueError: The data are damaged.
+        KeyError, TypeError, ValueError: The data is damaged.
     """
     return tuple(map(_from_data, data))
 
 
 def _without_objects(metrics: MetricSummary | None) -> MetricSummary:
-    """Return metrics without metric objects, which the sidecar of a checkpoint does not hold."""
+    """Return a copy without metric objects, which a checkpoint's sidecar cannot hold."""
     if metrics is None:
         return MetricSummary()
     return MetricSummary(
@@ -128,7 +128,7 @@ def _packed_all(values: Iterable[Any]) -> list[Any]:
 
 
 def _packed(value: float) -> int | str:
-    """Return a number in a form that keeps its bits. JSON has no infinity and no NaN, so floats become hex text."""
+    """Return a number in an exact JSON form. Floats become hexadecimal strings, since JSON has no infinity or NaN."""
     return value.hex() if isinstance(value, float) else int(value)
 
 

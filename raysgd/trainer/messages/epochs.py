@@ -1,4 +1,4 @@
-"""One call of `train` or `validate`: the request of a class-based front end to a replica, and the answer. No I/O."""
+"""The request and the answer of one `train` or `validate` call, between a class-based trainer and a replica. No I/O."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.weight_sums import WeightSums
 
 VALIDATES = "validates"
-"""Key in the `info` of an epoch: True if `fit` validates after epochs."""
+"""Key in an epoch's `info`: True if `fit` validates after epochs."""
 
 
 @dataclass(frozen=True)
 class EpochRequest:
-    """One call of `train` or `validate`, as one worker sees it.
+    """The request of one `train` or `validate` call to one worker.
 
     Attributes:
         num_steps: Maximum number of steps; None for no limit.
         info: The caller's `info` for the operator.
         profile: True to return timers.
-        seed: Seed of the order of the data.
-        shard_key: Name of data that replaces the registered data.
+        seed: Seed for the order of the data.
+        shard_key: Key of data that replaces the registered data, or None.
         redraw: Called by a replica in the driver between steps, about ten times a second, to show progress.
-        starts_over: True if an evaluation begins with the first batch, wherever the last call stopped.
-        compares_ranks: True to return sums of the weights.
-        call: Number of a training call. Only work begun in a call with this number is continued and answered.
-        attempt: Number of the attempt at the call, which begins with 1 and counts the groups that have trained in it.
-        hold_at: After how many batches of a training call all ranks stop, so that it can be left; None for no stop.
-        is_inside: True for a validation inside an epoch, which leaves unchanged what the rest of the epoch draws and
-            measures.
+        starts_over: True to start an evaluation from the first batch, wherever the last call stopped.
+        compares_ranks: True to return checksums of the weights.
+        call: Number of the training call. A replica continues unfinished work only in the call that began it.
+        attempt: Number of the attempt at the call, starting at 1. Each group that trains in the call makes one attempt.
+        hold_at: Number of batches after which all ranks pause a training call; None for no pause.
+        is_inside: True for a validation inside an epoch. It must not affect the random numbers and metrics of the rest
+            of the epoch.
     """
 
     num_steps: int | None
@@ -55,21 +55,21 @@ class EpochRequest:
 
 @dataclass(frozen=True)
 class EpochAnswer:
-    """The answer of a worker.
+    """A worker's answer to an `EpochRequest`.
 
     Numbers of samples are 0 if unknown.
 
     Attributes:
-        metrics: Metrics of the call; None if the operator returned something else.
-        returned: Result of the operator in that case.
+        metrics: Metrics of the call, or None if the operator did not return a mapping.
+        returned: The operator's result if it is not a mapping.
         num_steps: Number of batches that were drawn.
-        epoch_idx: Index of the pass that a training call began with, or of the one before an evaluation.
+        epoch_idx: Index of the pass in which a training call began, or of the last pass before an evaluation.
         heartbeat: Final heartbeat of a training call.
-        place: Position in data that only this call had.
-        joint_work: Work that must be equal on all ranks, if it was recorded.
-        weight_sums: Sums of the weights, if they were requested.
+        place: Position in data that was passed to this call.
+        joint_work: Record of the operations that must be the same on all ranks, if recorded.
+        weight_sums: Checksums of the weights, if requested.
         num_inherited: Number of samples in the metrics that came from lost workers.
-        num_used: Number of samples that all ranks have trained on in the call, or in its last pass.
+        num_used: Number of samples that all ranks together have trained on in the call, or in its last pass.
         call: Number of the training call that this answers.
     """
 
@@ -87,11 +87,11 @@ class EpochAnswer:
 
 
 INHERITED = "inherited_samples"
-"""Key in a worker's own result: number of its samples that came from lost workers."""
+"""Key in a worker's unmerged result: number of its samples that came from lost workers."""
 
 
 def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-    """Return the workers' results merged into one dict, or as a list.
+    """Merge the workers' results into one dict, or return them as a list if `reduce_results` is False.
 
     Raises:
         TypeError: An operator returned something that cannot be merged.
@@ -116,9 +116,9 @@ def _own_result(answer: EpochAnswer) -> Any:
 
 
 def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments for a user's override, old or new: the iterator, and those of `named` that it accepts.
+    """Return the arguments to call a user's override with: the iterator, and the arguments in `named` that it accepts.
 
-    In the old library, `info` is the second positional argument, under any name.
+    In the signature of the old library, `info` is the second positional argument, under any name.
     """
     parameters = _parameters(method)[1:]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -143,10 +143,10 @@ def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[l
 
 
 def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Return `method` as a function of a batch and its info, whatever arguments the user's override takes.
+    """Adapt a user's override to a function that takes a batch and its info.
 
-    It may take `batch_info`, even by keyword only; `batch_idx`, as in the guide of the old library; both; or only the
-    batch. Any other second argument gets the info.
+    Besides the batch, the override may take `batch_info`, even as a keyword-only argument; `batch_idx`, as in the guide
+    of the old library; both; or neither. A second argument with any other name receives the info.
     """
     parameters = _parameters(method)
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
@@ -155,7 +155,7 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
     first = parameters[0] if parameters else None
     takes_info_unnamed = first is not None and first.name not in known and first.kind in _POSITIONAL
     is_as_it_is = first is not None and first.kind in _POSITIONAL and known <= {first.name} - {"batch_idx"}
-    if is_as_it_is and not hasattr(method, "__wrapped__"):  # a decorator may accept keywords only
+    if is_as_it_is and not hasattr(method, "__wrapped__"):  # a decorator may accept only keyword arguments
         return method
     if takes_info_unnamed:
         return lambda batch, info: method(batch, info, **{name: _told(name, info) for name in known})
@@ -165,7 +165,7 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
 
 
 def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters that a caller passes."""
+    """Return the parameters of a method, without `self`."""
     method = inspect.unwrap(method, stop=lambda each: inspect.ismethod(each) or hasattr(each, "__signature__"))
     if not inspect.ismethod(method):
         return list(inspect.signature(method).parameters.values())
@@ -175,7 +175,7 @@ def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
 
 @lru_cache
 def _parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """Return the parameters of a function. Cached, because each epoch asks for them; only the function is kept."""
+    """Return a function's parameters. Cached, because every epoch needs them. The cache holds no operators."""
     return tuple(inspect.signature(function).parameters.values())
 
 

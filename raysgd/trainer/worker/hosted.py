@@ -1,7 +1,7 @@
-"""A hosted operator: the operator with its data, its loop, its state, and its place in a group.
+"""`HostedOperator`: an operator together with its data, its training loop, its state, and its rank in a group.
 
-A replica hosts one operator at a time, and a new operator gets a new `HostedOperator`. Whatever belongs to the process,
-such as the record of its time, stays with the replica.
+A replica hosts one operator at a time, and each new operator gets a new `HostedOperator`. Objects that belong to the
+process, such as the ledger of its time, stay with the replica.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from raysgd.trainer.worker.state.replica_state import ReplicaState
 
 
 class HostedOperator(ABC):
-    """An operator with its data, loop and state. A subclass makes `operator`, `loop` and `state` in `build`.
+    """An operator with its data, loop and state. Subclasses create `operator`, `loop` and `state` in `build`.
 
     Args:
-        settings: Settings to build the operator from.
-        world: Rank of this worker, and size of the group.
+        settings: Settings from which to build the operator.
+        world: This worker's rank and the size of the group.
         feed: Provides the data.
-        ledger: Records what the replica spends its time on.
+        ledger: Records how the replica spends its time.
 
     Attributes:
-        settings: The current settings, with changed entries of the config.
-        world: Rank of this worker, and size of the group.
+        settings: The current settings, including later changes to the config.
+        world: This worker's rank and the size of the group.
         feed: Provides the data.
         operator: The live operator.
-        loop: Takes the steps of training calls.
-        state: Reads and replaces the state.
-        has_trained: True if random numbers of this rank were used.
+        loop: Runs the steps of training calls.
+        state: Reads and restores the state.
+        has_trained: True if this rank's random generators have advanced.
     """
 
     settings: Any
@@ -58,7 +58,7 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def build(self) -> RunnerFacts:
-        """Make the operator, which runs the user's `setup`, and its loop and state. Return facts about them."""
+        """Create the operator, which runs the user's `setup`, and its loop and state. Return their facts."""
 
     @abstractmethod
     def facts(self) -> RunnerFacts:
@@ -66,68 +66,68 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Take a step in advance. Registered state that it changes is replaced by another rank's state later."""
+        """Train on one batch in advance. Another rank's state later replaces any registered state that this changes."""
 
     @abstractmethod
     def take_place(self, world: World) -> None:
-        """Take a place in a new group, which this process has already joined."""
+        """Adapt to a new rank and group size. This process has already joined the new group."""
 
     @abstractmethod
     def send(self, state: Any, takers: Sequence[int]) -> None:
-        """Send a value to the ranks `takers`."""
+        """Send a state to the ranks `takers`."""
 
     @abstractmethod
     def receive(self, source: int, takers: Sequence[int]) -> Any:
-        """Receive the value that `source` sends to the ranks `takers`, which include this one."""
+        """Receive the state that rank `source` sends to the ranks `takers`, which include this rank."""
 
     @abstractmethod
     def settle_in(self) -> None:
-        """Called in a new group when all ranks have the same state."""
+        """Called in a new group once the states of all ranks are in sync."""
 
     def names_of_all(self, name: str) -> Collection[str] | None:
-        """Send this rank's `name` to the group and return the names of all ranks. None if names are not exchanged."""
+        """Gather the names of all ranks in the group. Return None if this framework does not gather names."""
         return None
 
     @abstractmethod
     def training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
-        """Return the context for the operator's `train_epoch`."""
+        """Return the context manager in which to run the operator's `train_epoch`."""
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[Any]:
-        """Return the context for the operator's `validate`."""
+        """Return the context manager in which to run the operator's `validate`."""
 
     @abstractmethod
     def predicting(self) -> AbstractContextManager[Any]:
-        """Return the context for the operator's `predict_batch`. It leaves the operator unchanged."""
+        """Return the context manager in which to run the operator's `predict_batch` without changing the operator."""
 
     @abstractmethod
     def weight_sums(self) -> WeightSums | None:
-        """Return checksums of the weights that must be equal on all ranks; None if there are none."""
+        """Return checksums of the weights that must be in sync on all ranks, or None if there are no such weights."""
 
     @abstractmethod
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
-        """Return a context that restores the random state at its end, so that the same numbers are drawn again."""
+        """Return a context manager that restores the random state on exit, so that the same numbers are drawn again."""
 
     def inside_epoch(self) -> AbstractContextManager[None]:
-        """Return the context of a validation inside an epoch, which leaves the rest of the epoch unchanged."""
+        """Return the context manager for a validation inside an epoch. It must not affect the rest of the epoch."""
         return self.giving_back_random_numbers()
 
     @abstractmethod
     def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
-        """Yield this replica's batches in a prediction, each with its number of rows."""
+        """Yield this replica's batches of a prediction, each with its number of rows."""
 
     @abstractmethod
     def as_array(self, value: Any) -> Any:
-        """Convert a tensor to an array. Other values are returned unchanged."""
+        """Convert a tensor to an array. Return other values unchanged."""
 
     @property
     def group_obstacle(self) -> str | None:
-        """Reason why this replica can never continue in a new group; None if it can."""
+        """Reason why this replica can never continue in a new group, or None if it can."""
         return self.feed.obstacle("train") or self.feed.obstacle("validation")
 
     @property
     def epoch_obstacle(self) -> str | None:
-        """Reason why an interrupted epoch must begin again, even with new workers; None if it can continue."""
+        """Reason why an interrupted epoch must start over, even with new workers, or None if it can continue."""
         operator, name = self.operator, type(self.operator).__name__
         if operator.resumes_epochs is False:
             return f"`{name}` sets `resumes_epochs` to False"
@@ -137,11 +137,11 @@ class HostedOperator(ABC):
 
     @property
     def has_own_validate(self) -> bool:
-        """True if the user overrides `validate`. An own `validate` may need no data; the library's does."""
+        """True if the user overrides `validate`. Unlike the library's method, an override may work without data."""
         return not is_of_library(type(self.operator).validate)
 
     def follow(self, settings: Any) -> None:
-        """Apply changes of the settings that were made since this operator was built, in their order."""
+        """Apply, in order, the changes in `settings` that this operator does not have yet."""
         before = self.settings
         for number in range(len(before.config_changes), len(settings.config_changes)):
             self.change_config(settings.after(number + 1))
@@ -156,7 +156,7 @@ class HostedOperator(ABC):
             settings: Settings with the new values. Only the last of their config changes is applied.
 
         Returns:
-            Names of the entries whose change surely has no effect beyond `operator.config`.
+            Names of the entries whose change certainly has no effect beyond `operator.config`.
         """
         operator, changed = self.operator, settings.config_changes[-1]
         before, own = dict(operator.config), self.settings
@@ -174,7 +174,7 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def edited_by(self, candidate: Any) -> Any:
-        """Return the hyperparameters that the `setup` of `candidate` chose differently; empty if there are none."""
+        """Return the hyperparameters for which the `setup` of `candidate` chose new values; empty if none changed."""
 
     @abstractmethod
     def take_edited(self, edited: Any) -> None:
@@ -182,10 +182,10 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def follow_config(self) -> None:
-        """Set the optimizers' hyperparameters to those of `setup` again."""
+        """Reset the optimizers' hyperparameters to the values that `setup` chose."""
 
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
-        """Run these callbacks around each step, in place of the earlier ones."""
+        """Install these callbacks, replacing the previously installed callbacks."""
         self.operator._raysgd.callbacks.install(callbacks, self.operator)
         self.loop.note_boundary()
 
@@ -195,11 +195,11 @@ class HostedOperator(ABC):
         self.loop.note_restored()
 
     def close(self) -> None:
-        """Drop the iterators, which ends the processes of loaders. The operator stays usable."""
+        """Drop the data iterators, which ends the loaders' processes. The operator stays usable."""
         self.feed.close()
 
 
 def is_of_library(method: Any) -> bool:
-    """Return True if a method is the library's, False if it is the user's."""
+    """Return True if a method is defined by the library, False if by the user."""
     is_ours: bool = method.__module__.startswith("raysgd.")
     return is_ours

@@ -1,4 +1,4 @@
-"""The calls of one replica, each up to its answer: `train`, across losses of workers, `validate` and `predict`."""
+"""Runs `train`, `validate` and `predict` calls in one replica. A `train` call can continue after a loss of workers."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _PHASES = {"train": "training", "validation": "validating", "test": "testing", "
 
 @dataclass(frozen=True)
 class RunningCall:
-    """A call while it runs on a replica.
+    """A call that is currently running on a replica.
 
     Attributes:
-        stream: Source of its batches, which counts them as `num_steps_taken`.
+        stream: Source of the call's batches. `num_steps_taken` counts them.
         began_at: Value of `num_steps_taken` when the call began.
         num_steps: Number of steps to take; None for all.
-        info: `info` of the operator's method.
-        kind: Kind of the call.
+        info: The `info` that is passed to the operator's method.
+        kind: The type of call.
     """
 
     stream: Any
@@ -57,10 +57,10 @@ class RunningCall:
 
 
 class ReplicaCalls:
-    """Runs the calls of a hosted operator, continues interrupted or held ones, and reports their progress.
+    """Runs the calls of a hosted operator, continues interrupted or held calls, and reports their progress.
 
     Args:
-        snapshot_every_n_steps: Number of steps between copies of the state inside a training call; None for no copies.
+        snapshot_every_n_steps: Copy the state after every this many steps of a training call; None for no copies.
     """
 
     _hosted: HostedOperator
@@ -73,15 +73,15 @@ class ReplicaCalls:
         self._copies = StateCopies(snapshot_every_n_steps, self._ledger)
 
     def _host(self, hosted: HostedOperator) -> None:
-        """Use this operator from here on. It has run no call yet."""
+        """Host this operator, which has not run any call yet."""
         self._hosted = hosted
         self._forget_call()
-        self._last_hold = 0, False  # number of the last proposal to stop; True if it is known that all ranks agreed
-        self._name = uuid.uuid4().hex  # identifies this rank to others, also in later groups
+        self._last_hold = 0, False  # number of the last proposal to stop; True if all ranks are known to have agreed
+        self._name = uuid.uuid4().hex  # identifies this rank to other ranks, even in later groups
         self._timers = TimerCollection()  # the operator's timers, enabled in calls with `profile`
 
     def _forget_call(self) -> None:
-        """Forget the last training call, because the state was replaced."""
+        """Discard the last training call, because the state was replaced."""
         self._running = self._run = None
         self._copies.forget_call()
 
@@ -92,12 +92,13 @@ class ReplicaCalls:
 
         Args:
             request: The training request.
-            share: This replica's part of data that the driver divides; None if the replica has it already.
+            share: This replica's shard of data that the driver shards. None if there is no such data, or if the replica
+                already has its shard.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        raised, self._run = self._unfinished, None  # if the new call fails before it begins, there is no call to resume
+        raised, self._run = self._unfinished, None  # if this call fails before it begins, there is no call to resume
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
-            hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())  # to the batch in which user code raised
+            hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())  # repeat the batch in which user code raised
         self._ledger.begin_call()
         loop.begin_call()
         if share is not None:
@@ -111,33 +112,34 @@ class ReplicaCalls:
         return self._go_through(run, stream, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue a call that was interrupted or held, from the step after the last completed one."""
+        """Continue an interrupted or held call, from the step after the last completed step."""
         run, loop = epoch_run.run_of(self._run, request.call), self._hosted.loop
         if run is None:  # this rank had not begun the call when it was interrupted
             return self.train_epoch(request, share)
         if run.answer is not None:
             return self._complete(run, run.answer)
-        if run.is_finished:  # another rank finished the call: only report what this rank measured
+        if run.is_finished:  # another rank finished the call: only report this rank's metrics
             return self._finish(run, loop.results(run), request)
         self._hosted.feed.begin_again(request, share, run.place)
         return self._go_through(run, loop.stream(request, is_begun=True), request)
 
     def resume_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue an epoch that a run left after some step, perhaps in another process. Its state is already loaded.
+        """Continue an epoch that a run left unfinished, possibly in another process. The state is already loaded.
 
         Args:
-            begun: Where the epoch was left, and the metrics of the ranks that this one counts.
+            begun: Position at which the run left the epoch, and the metrics of the ranks whose counts this rank takes
+                over.
             request: The training request.
             share: See `train_epoch`.
         """
         loop, run = self._hosted.loop, self._unfinished
-        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):  # the registered data are different now
+        if not (begun.is_exhausted or loop.stream(request).is_mid_pass):  # the registered data has changed
             return self.train_epoch(request, share)
         self._ledger.begin_call()
         loop.begin_call()
         self._set_timers(request.profile)
         if run is not None and (run.num_completed, run.epoch_idx) == (begun.num_steps, begun.epoch_idx):
-            run.detach()  # the epoch was left in this process, which also has metric objects
+            run.detach()  # the epoch was left in this process, which still has its metric objects
             run.call = request.call
             return self.resume_epoch(request, share)
         for name in begun.objects:
@@ -150,12 +152,12 @@ class ReplicaCalls:
         return self.resume_epoch(request, share)
 
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue a call of `resume_left` that was interrupted or held."""
+        """Continue an interrupted or held `resume_left` call."""
         has_begun = epoch_run.run_of(self._run, request.call) is not None
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
     def _go_through(self, run: EpochRun, stream: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
-        """Run the operator's `train_epoch` once, over the rest of the call's batches."""
+        """Run the operator's `train_epoch` over the remaining batches of the call."""
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
         internals = operator._raysgd
         callbacks = internals.callbacks
@@ -182,7 +184,7 @@ class ReplicaCalls:
                 stack.enter_context(hosted.training(run, stream))
                 place = internals.place = loop.place
                 after = callbacks.after_batch(operator, place) if callbacks.are_there else None
-                if after is not None or not is_stock:  # the stock loop completes the metrics itself
+                if after is not None or not is_stock:  # the default loop completes the metrics itself
                     stack.enter_context(around_batches(operator, "train_batch", place, after))
                 if callbacks.are_there:
                     stack.enter_context(callbacks.listening(operator))
@@ -198,22 +200,22 @@ class ReplicaCalls:
         except HeldAtBoundary:
             is_planned, run.gate = run.gate.is_planned(run.num_completed), Gate()
             return HeldAtStep(run.num_completed, self._snapshot(run), is_planned)
-        except BaseException as error:  # also Ctrl-C: the next call must begin at a boundary
+        except BaseException as error:  # Ctrl-C too: the next call must begin at a step boundary
             is_alone = not hosted.world.is_distributed
             if loop.can_return and (is_alone or not loop.is_lost(error)):
                 loop.return_to_boundary()
-            elif is_alone and stream is feed.train_stream:  # the optimizer has stepped, so the batch counts
+            elif is_alone and stream is feed.train_stream:  # the optimizer has stepped, so count the batch
                 stream.settle()
             raise
         finally:
             internals.meters_to_fill = stream.at_boundary = None
             internals.place = place_before
         if not batches.was_touched and feed.epoch == epoch_before:
-            feed.begin_pass()  # `train_epoch` used its own data
+            feed.begin_pass()  # `train_epoch` ignored the batches and used other data
         return self._finish(run, returned, request, place=feed.place_of_call(stream))
 
     def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
-        """Return where a leg of an epoch begins, as plain data from which a later process finds its samples again."""
+        """Describe where a leg of an epoch begins, as plain data from which a later process can find its samples."""
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
         is_begun, place = stream.is_mid_pass, cast("Any", hosted.loop.place)
         consumed = stream.completed if is_begun else 0
@@ -250,11 +252,11 @@ class ReplicaCalls:
         return self._complete(run, answer)
 
     def _complete(self, run: EpochRun, answer: EpochAnswer) -> EpochAnswer:
-        """Return the answer of this rank. On rank 0, add the metrics of lost workers."""
+        """Return this rank's answer. On rank 0, add the metrics of lost workers."""
         return answer if self._hosted.world.rank or not run.rows.lost else run.with_lost(answer)
 
     def _set_timers(self, profile: bool) -> None:
-        """Reset and enable the operator's timers for a call with `profile`; disable them for other calls."""
+        """Reset and enable the operator's timers if `profile` is True, otherwise disable them."""
         if profile:
             self._timers.reset()
             self._timers.enable()
@@ -265,11 +267,11 @@ class ReplicaCalls:
     def _answer(
         self, returned: Any, request: EpochRequest, num_steps: int, extra: Mapping[str, Any] | None = None
     ) -> EpochAnswer:
-        """Return the answer to a call.
+        """Create the answer to a call.
 
         Args:
-            returned: What the operator's method returned. If it is no mapping, it is sent unchanged.
-            request: The request of the call.
+            returned: The result of the operator's method. If it is not a mapping, it is sent unchanged.
+            request: The call's request.
             num_steps: Number of steps taken.
             extra: Entries that the library adds to the metrics.
         """
@@ -285,7 +287,7 @@ class ReplicaCalls:
         return EpochAnswer(MetricSummary(values, *behind), None, num_steps)
 
     def _at_boundary(self, loop: Loop, run: EpochRun, stream: Any) -> None:
-        """Called between two steps, when the last one counts: count its metrics, take a snapshot, stop if agreed.
+        """Called between steps, once the last step is confirmed. Add its metrics, take due snapshots, stop if agreed.
 
         Raises:
             HeldAtBoundary: All ranks have agreed to stop here.
@@ -315,7 +317,7 @@ class ReplicaCalls:
             run.place = self._hosted.feed.place_of_call(run.stream)
 
     def capture_here(self) -> Capture:
-        """Copy the state of the last completed step; see `RegroupingReplica`."""
+        """Copy the state after the last completed step; see `RegroupingReplica`."""
         run, hosted = self._unfinished, self._hosted
         if run is None or hosted.epoch_obstacle is not None or hosted.feed.obstacle_of_call(run.stream) is not None:
             return self._copies.after_call(hosted.state, hosted.world.rank, None)
@@ -324,7 +326,7 @@ class ReplicaCalls:
     # ------------------------------------------------------------------------------------ a call in a new group
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return the progress of the interrupted or held training call, otherwise of the last completed one."""
+        """Return the progress of the interrupted or held training call, otherwise of the last completed call."""
         self._ledger.leave_group()
         hosted, loop, run = self._hosted, self._hosted.loop, self._run
         obstacle = hosted.group_obstacle
@@ -336,9 +338,9 @@ class ReplicaCalls:
         return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
-        """Propose a step to stop at. Called from a second thread; see `RegroupingReplica`."""
+        """Propose a step at which to stop. Called from a second thread; see `RegroupingReplica`."""
         run = self._unfinished
-        if number <= self._last_hold[0]:  # arrived late: it is settled already, and the training would wait forever
+        if number <= self._last_hold[0]:  # a late proposal is already settled, so training would wait forever
             return None
         self._last_hold = number, False
         hosted = self._hosted
@@ -350,32 +352,32 @@ class ReplicaCalls:
         return step if run.gate.propose(step, lambda: run.num_completed) else None
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Settle a proposal: all ranks stop there if `is_agreed`, otherwise none does."""
+        """Settle a proposal: if `is_agreed`, all ranks stop at the proposed step, otherwise no rank does."""
         if self._run is not None and number == self._last_hold[0]:
             self._last_hold = number, is_agreed
             self._run.gate.settle(is_agreed)
 
     def last_hold(self) -> tuple[int, bool]:
-        """Return the last proposal and its outcome; see `RegroupingReplica`."""
+        """Return the number of the last proposal and whether all ranks agreed; see `RegroupingReplica`."""
         return self._last_hold
 
     def _leave_group(self) -> None:
-        """Return to the last boundary, and detach the call from its stream: the new group divides the data again."""
+        """Return to the last step boundary. Detach the call from its stream: the new group reshards the data."""
         loop, run = self._hosted.loop, self._unfinished
         loop.break_off()
         self._copies.forget_call()
         if run is not None:
-            if loop.is_whole:  # otherwise this rank receives another rank's state
+            if loop.is_whole:  # otherwise this rank will receive another rank's state
                 loop.return_to_boundary()
             self._note_place(run)
             run.detach()
 
     def _handed_over(self) -> tuple[Mapping[str, Any], RunState | None]:
-        """Return the state and the progress of the call, for ranks that receive both."""
+        """Return the state and the call's progress, to transfer to other ranks."""
         return self._hosted.state.read(), None if self._run is None else self._run.state(with_metrics=False)
 
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
-        """Continue from the state and the progress of another rank."""
+        """Restore another rank's state, and continue from its progress."""
         self._hosted.restore(state, None)
         if run is None:
             self._run = None
@@ -385,7 +387,7 @@ class ReplicaCalls:
         self._run = own
 
     def _go_on_from(self, first: RunState, parts: Iterable[RunState]) -> None:
-        """Prepare to continue a call from a mid-call snapshot, and count the metrics of the ranks in `parts`."""
+        """Prepare to continue a call from the progress `first`, and take over the metrics of the ranks in `parts`."""
         run = self._new_run(first.call, first.epoch_idx, first.num_requested)
         run.count(part.metrics for part in parts)
         run.take_over(first)
@@ -396,11 +398,11 @@ class ReplicaCalls:
         return EpochRun(epoch_idx, num_steps, meters, RankRows(self._name), call=call)
 
     def _settle_run(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
-        """Continue the call in a new group.
+        """Account for the ranks that are missing in the new group in which the call continues.
 
         Args:
-            present: Names of the ranks in the new group. All others are lost. None if the names are not known.
-            left: Progress and metrics of the ranks that left in an orderly way.
+            present: Names of the ranks in the new group. All other ranks are lost. None if the names are unknown.
+            left: Progress and metrics of the ranks that left gracefully.
         """
         run = self._run
         if run is not None:
@@ -414,7 +416,7 @@ class ReplicaCalls:
 
         Args:
             request: The validation request.
-            share: This replica's part of data that the driver divides; None if the replica has it already.
+            share: See `train_epoch`.
         """
         with self._ledger.evaluating(), self._hosted.inside_epoch() if request.is_inside else nullcontext():
             return self._validate(request, share)
@@ -424,7 +426,7 @@ class ReplicaCalls:
         options = loop.validation_options(request)
         self._set_timers(request.profile)
         feed.take_share("validation", request, share)
-        if feed.ray_loader("validation") is not None:  # all ranks must begin a pass together
+        if feed.ray_loader("validation") is not None:  # all ranks must start a pass together
             request = replace(request, starts_over=True)
         forget(operator._raysgd)
         with (
@@ -449,8 +451,9 @@ class ReplicaCalls:
 
         Args:
             request: The prediction request.
-            work: This replica's batches.
-            share: Data for the whole prediction; None if there is none, or if the replica has it already.
+            work: This replica's batches in this round.
+            share: Data for all rounds of the prediction. None if there is no such data, or if the replica already has
+                it.
 
         Returns:
             The output for each batch, as arrays.
@@ -467,7 +470,7 @@ class ReplicaCalls:
 
     @contextmanager
     def _shown(self, running: RunningCall) -> Iterator[None]:
-        """Show a second thread the progress of the operator's method that runs inside the context."""
+        """Make the progress of the call in this context visible to a second thread."""
         self._running, self._hosted.operator._raysgd.latest_metrics = running, {}
         try:
             yield
@@ -476,7 +479,7 @@ class ReplicaCalls:
 
     @property
     def _unfinished(self) -> EpochRun | None:
-        """The training call that is not finished; None if there is none."""
+        """The unfinished training call, or None."""
         run = self._run
         return None if run is None or run.is_finished else run
 
@@ -505,12 +508,12 @@ class ReplicaCalls:
         )
 
     def joint_work_of(self, error: BaseException) -> JointWork | None:
-        """Return the record of what all ranks must do alike, if ranks that did different things may explain `error`."""
+        """Return the record of this rank's joint work if a difference between the ranks may have caused `error`."""
         loop = self._hosted.loop
         return loop.joint_work if loop.may_be_parted(error) else None
 
     def progress(self) -> CallProgress | None:
-        """Return the progress of the running call; None between calls. Called from a second thread."""
+        """Return the progress of the running call, or None between calls. Called from a second thread."""
         running = self._running
         if running is None:
             return None

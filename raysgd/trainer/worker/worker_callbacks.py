@@ -1,4 +1,4 @@
-"""The callbacks that run in one worker: when they are called, and their part of the worker's state."""
+"""The worker callbacks in one worker: calls them, and saves and loads their states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCo
 from raysgd.trainer.worker.data.batch_streams import PlaceInStep
 
 CALLBACKS = "callbacks"
-"""Key of the callbacks' part of a state. A state without callbacks does not have it."""
+"""Key of the callbacks' states in a replica's state. A replica without callback states omits it."""
 
 
 logger = logging.getLogger(__name__)
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 class InstalledCallbacks:
     """The worker callbacks of one operator.
 
-    A state that no callback has claimed is kept for the next callback with the same `state_key`.
+    A loaded state whose callback is not installed is retained for the next callback with the same `state_key`.
 
     Attributes:
-        are_there: True if there is a callback.
-        noting_batches: The callbacks that note each batch of the library's loops.
-        wants_gradients: True if a callback is called before an optimizer steps.
-        wants_steps: True if a callback is called after an optimizer has stepped.
+        are_there: True if any callback is installed.
+        noting_batches: The callbacks that override `_on_batch`.
+        wants_gradients: True if a callback is to be called before an optimizer steps.
+        wants_steps: True if a callback is to be called after an optimizer has stepped.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class InstalledCallbacks:
         self.wants_gradients, self.wants_steps = bool(on_gradients), bool(on_steps)
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
-        """Replace the callbacks by copies of `callbacks`."""
+        """Replace the installed callbacks with copies of `callbacks`."""
         states = self.states()
         self._callbacks = [copy.deepcopy(each) for each in callbacks]
         self.are_there = bool(self._callbacks)
@@ -57,19 +57,24 @@ class InstalledCallbacks:
     # ---------------------------------------------------------------------------------------------- around a step
 
     def begin_epoch(self, epoch: Any, operator: Any) -> None:
-        """Call `on_epoch_begin`, unless this worker called it for the epoch before a failure interrupted it."""
+        """Call `on_epoch_begin`, unless this worker already called it for this epoch before a failure."""
         if epoch is not self._epoch:
             self._epoch = epoch
             for each in self._callbacks:
                 call_event(each, "on_epoch_begin", operator)
 
     def begin_leg(self, operator: Any, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Tell callbacks that this worker trains in a new group, or in a new epoch. `describe` says where."""
+        """Call `_on_leg`, because a new epoch begins or a new group continues the epoch.
+
+        Args:
+            operator: The operator.
+            describe: Returns the description of the leg.
+        """
         for each in self._with("_on_leg"):
             call_event(each, "_on_leg", operator, describe())
 
     def after_batch(self, operator: Any, step: PlaceInStep) -> Callable[[Any], Any] | None:
-        """Return a function to call with the metrics of each batch; None if no callback needs them."""
+        """Return a function that must be called with each batch's metrics, or None if no callback needs them."""
         watching, window = self._with("on_step_end"), list[AverageMeterCollection]()
 
         def after(metrics: Any) -> Any:
@@ -83,13 +88,13 @@ class InstalledCallbacks:
         return after if watching else None
 
     def note_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
-        """Tell callbacks the metrics of a batch; None for padding."""
+        """Call `_on_batch` with the metrics of a batch; None for padding."""
         for each in self.noting_batches:
             call_event(each, "_on_batch", operator, metrics, is_boundary)
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
-        """Call callbacks around the steps of optimizers inside the context."""
+        """Enable the callbacks around optimizer steps inside the context."""
         self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
         self._operator = operator
         try:
@@ -99,12 +104,12 @@ class InstalledCallbacks:
             self._listen([], [])
 
     def gradients(self, optimizer: Any) -> None:
-        """Call `on_gradients` before an optimizer steps, when its gradients are complete."""
+        """Call `on_gradients` before an optimizer steps, once its gradients are complete."""
         for each in self._on_gradients:
             call_event(each, "on_gradients", self._operator, optimizer)
 
     def note_norm(self, norm: Any) -> None:
-        """Tell callbacks the norm of the gradients of an optimizer, which clipping or a callback has computed."""
+        """Call `_on_norm` with an optimizer's gradient norm, which clipping or a callback has computed."""
         for each in self._with("_on_norm"):
             call_event(each, "_on_norm", norm)
 
@@ -115,11 +120,11 @@ class InstalledCallbacks:
 
     @property
     def changed_by_steps(self) -> list[WorkerCallback]:
-        """The callbacks that are called when an optimizer steps."""
+        """The callbacks that are called around optimizer steps, so their states may change in a step."""
         return [*self._on_gradients, *self._on_steps]
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:
-        """Call `on_epoch_end`. Return the metrics of `train_epoch` with what callbacks have added."""
+        """Call `on_epoch_end`. Return the metrics of `train_epoch` with the entries that callbacks added."""
         self._epoch = None
         watching = self._with("on_epoch_end")
         if not watching or not isinstance(returned, Mapping):
@@ -133,36 +138,36 @@ class InstalledCallbacks:
         return [each for each in self._callbacks if getattr(type(each), method) is not getattr(WorkerCallback, method)]
 
     def of_kind(self, kind: type) -> Any:
-        """Return the callback of exactly this class; None if there is none."""
+        """Return the callback of exactly this class, or None if no such callback is installed."""
         return next((each for each in self._callbacks if type(each) is kind), None)
 
     # ---------------------------------------------------------------------------------------------- their state
 
     def states(self) -> dict[str, Any]:
-        """Return the states of the callbacks by `state_key`, with states that no callback has claimed."""
+        """Return the callbacks' states by `state_key`, including loaded states whose callback is not installed."""
         return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
 
     def state_of(self, key: str) -> Any:
-        """Return the state under one `state_key`; None if there is none."""
+        """Return the state for one `state_key`, or None if there is no such state."""
         found = next((each for each in self._callbacks if key_of(each) == key), None)
         return self._unclaimed.get(key) if found is None else call_event(found, "state_dict")
 
     def part_of_state(self) -> dict[str, Any]:
-        """Return the callbacks' part of the replica's state; empty if there are no states."""
+        """Return the entry of the replica's state that holds the callbacks' states; empty if they have no states."""
         states = self.states()
         return {CALLBACKS: states} if states else {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Check the form of the callbacks' part of a state.
+        """Check the type of the callbacks' states in a replica's state.
 
         Raises:
-            ValueError: The part is not a mapping.
+            ValueError: The callbacks' states are not a mapping.
         """
         if not isinstance(state.get(CALLBACKS, {}), Mapping):
             raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
 
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
-        """Load the callbacks' part of a state. A callback without a state in it begins again, as for a new model."""
+        """Load the callbacks' states from a replica's state. A callback without a state is reset with `on_begin`."""
         without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
         for each in without:
             call_event(each, "on_begin", operator)
@@ -175,7 +180,7 @@ class InstalledCallbacks:
             )
 
     def _claim(self, states: Mapping[str, Any]) -> list[WorkerCallback]:
-        """Load the state of each callback. Return the callbacks without one."""
+        """Load the state of each callback. Return the callbacks whose key is not in `states`."""
         self._unclaimed = {key: state for key, state in states.items() if state is not None}
         for each in self._callbacks:
             state = self._unclaimed.pop(key_of(each), None)
@@ -194,9 +199,9 @@ def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any
 
 
 def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
-    """Add a batch to the meters of its step. After the last one, return the means of the step with their weights.
+    """Add a batch's metrics to the meters of its step. After the step's last batch, return the means and their weights.
 
-    Metrics that cannot be averaged keep the value of this batch.
+    Metrics that cannot be averaged keep this batch's value.
     """
     if not isinstance(metrics, Mapping):
         return metrics
