@@ -204,7 +204,7 @@ class Journal:
         return next(each for each in reversed(self.legs) if each.after < number)
 
     def begin_of(self, number: int) -> int:
-        """Return the number of the batch before the step's first batch. With accumulation, a step spans several."""
+        """Return the number of the last batch before a step, which has several batches with accumulation."""
         leg = self.leg_of(number)
         taken = np.flatnonzero(self.steps["weight"][leg.after : number - 1])
         return leg.after + (int(taken[-1]) + 1 if len(taken) else 0)

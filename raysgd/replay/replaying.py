@@ -37,7 +37,7 @@ class Replayed:
         checkpoint: The checkpoint that the replay started from; None for the start of the run.
         is_exact: True if each loss and norm is bitwise equal to the value in the journal.
         difference: Largest relative difference between a loss and its value in the journal.
-        first_different: The first step whose loss or norm is not bitwise equal; None if all are.
+        first_different: The first step whose loss or norm is not bitwise equal; None if all are equal.
         tolerance: Largest difference that rounding can explain; 0 with `deterministic=True`.
         incomplete: Steps that were not compared, because their mean in the journal lacks the part of a lost worker.
         state: The training state after the last step, as `trainer.state_dict()` returns it.

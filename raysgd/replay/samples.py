@@ -88,7 +88,7 @@ def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
 def range_of(journal: Journal, step: int) -> tuple[Any, ...]:
     """Return a tuple that identifies a step's samples: the data, the pass, and the range within the pass.
 
-    On the same data, equal tuples mean equal samples. Does not draw the order of the samples, which may be slow.
+    Steps with equal tuples have the same samples of the same dataset. Avoids the slow drawing of the order.
     """
     leg, begin = journal.leg_of(step), journal.begin_of(step)
     entry, layout = leg.entry, leg.entry["data"]

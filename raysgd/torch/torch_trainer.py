@@ -77,8 +77,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         accelerator_type: Ray's name for the type of GPU that workers need, such as "A100".
         placement_strategy: "PACK" to use as few nodes as possible, "SPREAD" to use as many as possible. None packs
             workers with GPUs, so that most of their traffic stays inside a node, and spreads workers without GPUs.
-        runtime_env: Ray runtime environment of the worker processes. Default: the job's environment. It does not apply
-            to a worker in the driver.
+        runtime_env: Ray runtime environment of the worker processes. Default: the job's environment. A worker in the
+            driver ignores it.
         initialization_hook: Function without arguments, called first in each worker process. Use it, for example, to
             set environment variables.
         backend: "nccl", "gloo", "auto" (NCCL if each worker has a GPU, otherwise gloo), or "horovod", which you must
@@ -102,8 +102,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         split_batches: False: a loader's batch size applies to one worker. True: it is the total of all workers, like
             `config[BATCH_SIZE]`. The total is split as evenly as possible, and stays constant when the number of
             workers changes. Requires DDP.
-        micro_batch_size: Largest part of a split batch that a worker processes at once. A worker with a larger part
-            processes it in several batches and accumulates their gradients for one step.
+        micro_batch_size: Maximum number of samples of a split batch that a worker processes at once. A worker with more
+            samples processes them in several batches and accumulates the gradients for one step.
         deterministic: True for bitwise the same weights as `num_workers` workers without failures, even if workers are
             lost or added. See `docs/operator.md`. Requires DDP and, on GPUs, deterministic kernels.
         accumulate_grad_batches: Number of batches to accumulate per optimizer step. The gradient equals that of one

@@ -106,7 +106,7 @@ class TrainingOperator(BaseOperator):
 
     _raysgd: TorchInternals
     _freezes_in_batches = False
-    # Kept for user subclasses, which have read these names since the first version of the library.
+    # User subclasses have read these attributes since the first version of the library.
     _world_rank, _local_rank = ReadOnlyView("world.rank"), ReadOnlyView("world.local_rank")
     _is_distributed, _device = ReadOnlyView("world.is_distributed"), ReadOnlyView("context.device")
     _use_gpu, _use_fp16, _use_tqdm = (
@@ -313,7 +313,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Return its weights, `val_loss` and, if the model is a classifier, `val_accuracy`."""
+        """Evaluate one batch. Return `val_loss`, `val_accuracy` for classifiers, and the weights of these metrics."""
         internals = self._raysgd
         output, target, comparisons, counted = internals.evaluate(batch)
         weight, ignored = counted.get(BATCH_WEIGHT), ignored_by(internals.criterion)
@@ -337,8 +337,7 @@ class TrainingOperator(BaseOperator):
         """Run the model once on a validation batch, for use in your own `validate_batch`.
 
         Returns:
-            A tuple of the predictions and the target, as `measure_batch` gets them, and a dict with `val_loss` and its
-            weight.
+            The arguments for `measure_batch` (predictions and target), and a dict with `val_loss` and its weight.
         """
         output, target, _, metrics = self._raysgd.evaluate(batch)
         return output, target, metrics
@@ -501,7 +500,7 @@ class TrainingOperator(BaseOperator):
 
     @property
     def use_fp16_native(self) -> bool:
-        """True if PyTorch's own mixed precision is used."""
+        """True if PyTorch's native mixed precision is used."""
         return self._raysgd.fp16 is True
 
     @property

@@ -69,7 +69,7 @@ class DividedLoaderSource:
         seed: Determines the order of every pass. It must be identical on all ranks.
 
     Attributes:
-        order: Order of every pass, for a given seed.
+        order: Determines the order of every pass, together with the seed.
         check_plan: Called with the plan for the rest of the pass whenever a pass is opened or resumed.
     """
 
@@ -166,7 +166,7 @@ class DividedLoaderSource:
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """True if another worker would draw the same order. False for user samplers with internal state."""
+        """True if another worker would draw the same order, unlike a user's sampler that counts its passes itself."""
         is_so = not isinstance(self.order, SamplerOrder) or self.order.is_repeatable(self.seed)
         if not is_so and self._ranks is not None and self._ranks.rank == 0:
             logger.warning(

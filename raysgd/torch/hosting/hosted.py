@@ -144,7 +144,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         """Make this rank's random number generators differ from those of all other ranks."""
         rank = self.world.rank
         if self.has_trained:
-            if rank != self.operator.world_rank:  # a new worker may start with the generator states of the former rank
+            if rank != self.operator.world_rank:  # a new worker at the old rank may have copied these generator states
                 rng.fork(rng.capture(), ~rank)
         elif self.settings.seed is not None:
             rng.part_ways(self.settings.seed, rank)

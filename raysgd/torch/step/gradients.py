@@ -248,7 +248,7 @@ class Gradients:
         """Check that no batch was weighted by its samples although its loss counts labels unevenly.
 
         Raises:
-            ValueError: Some batch was, so the gradients differ from those of a single process.
+            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
         """
         uncounted, leg.uncounted = leg.uncounted, False
         if uncounted:
