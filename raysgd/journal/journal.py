@@ -27,7 +27,7 @@ class StepRecord:
     """One step of a run.
 
     Attributes:
-        step: Number of the step's last batch on each worker, counted from 1 over all epochs.
+        step: Number of the step: the number of its last batch on each worker, counted from 1 over all epochs.
         loss: Mean loss over all samples; NaN if the step reported no loss.
         norm: Norm of the gradients before clipping; None if nothing computed it.
         weight: Weight of the mean, such as the number of samples; -1 if no loss counted.

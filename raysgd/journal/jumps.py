@@ -1,8 +1,8 @@
 """Finds jumps: steps at which the loss left its usual range. A pure function of the losses.
 
 A step jumps if its loss is not finite, or too far above the median of the last 20 steps. The distance is measured
-between logarithms, and the median follows the loss, so a quickly falling loss does not widen the range. A distance is
-too large if it exceeds a factor of 1,000, or all of these:
+between logarithms, or between the losses if one is negative. The median follows the loss, so a quickly falling loss
+does not widen the range. A distance is too large if it exceeds a factor of 1,000, or all of these:
 
 - three times the largest distance of the last 200 steps;
 - ten times the spread of their distances;
@@ -40,7 +40,7 @@ _LEAST_LOSS = 1e-12
 
 @dataclass(frozen=True)
 class Jump:
-    """A sequence of steps at which the loss was outside its usual range.
+    """One or more steps, close together, at which the loss left its usual range.
 
     Attributes:
         first: Index of the jump's first step.

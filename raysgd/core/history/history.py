@@ -127,7 +127,7 @@ class History(Sequence[dict[str, Any]]):
 
         Args:
             record: The call.
-            row: The row that a `validate` call completes. Default: see `row_for`.
+            row: The row that a `validate` call completes. Default: the last row, if `fit` made both calls or neither.
         """
         row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
@@ -164,7 +164,7 @@ class History(Sequence[dict[str, Any]]):
         return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
 
     def part(self, begin: HistoryLimits, end: HistoryLimits) -> History:
-        """Return the history between two extents, without a `stop_reason`. None of its entries may be deleted yet."""
+        """Return the history between two extents, without a `stop_reason`. Its entries must not have been deleted."""
         rows, records, events = self._forgotten
         part = History(self.events[begin.events - events : end.events - events])
         part._rows = self._rows[begin.rows - rows : end.rows - rows]
@@ -172,7 +172,7 @@ class History(Sequence[dict[str, Any]]):
         return part
 
     def forget_old(self, most: int) -> None:
-        """Delete all but the newest `most` rows and calls. To be cheap, wait until there are over 25 % more entries."""
+        """Delete all but the newest `most` rows and calls. For speed, do nothing until they exceed `most` by 25 %."""
         for name, entries in (("rows", self._rows), ("records", self.records)):
             surplus = len(entries) - most
             if surplus > most // 4:
@@ -204,7 +204,7 @@ class History(Sequence[dict[str, Any]]):
         return pandas.DataFrame(self._rows)
 
     def as_data(self) -> Any:
-        """Return the history as JSON-serializable data. See `plain`."""
+        """Return the history as JSON-serializable data: NaN and infinity as None, unsupported values as strings."""
         content = {
             "rows": self._rows,
             "records": [asdict(record) for record in self.records],
@@ -281,7 +281,7 @@ class History(Sequence[dict[str, Any]]):
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON-serializable data. NaN and infinity become None; unsupported values become strings."""
+    """Convert a value to JSON-serializable data: NaN and infinity as None, unsupported values as strings."""
     number = as_number(value)
     if isinstance(number, float):
         return number if math.isfinite(number) else None
