@@ -453,8 +453,8 @@ class TrainingOperator(BaseOperator):
         """Update the wrappers after you freeze or unfreeze parameters, or add parameter groups, outside of `setup`.
 
         All workers must call it at the same time, between two batches: at the start of your own `train_epoch`, or
-        through `trainer.apply_all_operators` between two calls. Workers that join later repeat the changes. Saved files
-        do not record them, so after `load`, the frozen parameters and parameter groups are those of `setup`.
+        through `trainer.apply_all_operators` between two calls. Workers that join later get the same changes. Saved
+        files do not record them, so a new trainer that loads a file must freeze and add the same in `setup`.
 
         Raises:
             ValueError: The gradients of the trainable parameters cannot be averaged.
