@@ -1,8 +1,8 @@
-"""Option names of other libraries, and what to write here instead.
+"""Maps option names of other libraries to what to write in this library instead, for error messages.
 
-Users of `transformers.Trainer`, Lightning, Keras and accelerate try the names that they know. The answer of
-`instead_of` depends on what got the name: a trainer of an operator, a trainer of a training function, a config, or a
-callback.
+Users of `transformers.Trainer`, Lightning, Keras and accelerate try the names that they know. The result of
+`instead_of` depends on where the option was passed: to a trainer of an operator or of a training function, in a config,
+or to a callback.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 TORCH, KERAS, FUNCTION, CONFIG = "TorchTrainer", "TFTrainer", "function", "config"
 EARLY_STOPPING, CHECKPOINTING = "EarlyStopping", "Checkpointing"
 PLACES = (TORCH, KERAS, EARLY_STOPPING, CHECKPOINTING)
-"""The classes whose unknown options are looked up."""
+"""The classes whose unknown options are looked up here."""
 
 _IN_FUNCTION = "write it in the function, as in a program for one process"
 _NOT_THERE = "not there, omit it"
@@ -42,8 +42,8 @@ _OF_FUNCTIONS = "it is for trainers of training functions, such as `raysgd.train
 
 _Row = tuple[str, ...]
 
-# Names, and what to write with `TorchTrainer`, with `TFTrainer` and with a training function. Without the second text,
-# `TFTrainer` gets the first; without the third, functions get `_IN_FUNCTION`.
+# Each row has option names, then the advice for `TorchTrainer`, `TFTrainer` and training functions. If the second
+# advice is missing, `TFTrainer` uses the first. If the third is missing, training functions use `_IN_FUNCTION`.
 _TRAINERS: tuple[_Row, ...] = (
     ("epochs max_epochs num_epochs n_epochs num_train_epochs", _EPOCHS),
     ("max_steps", "`trainer.fit(max_steps=1000)` ends at that step", _STEPS),
@@ -306,11 +306,13 @@ _CALLBACKS = (
     ("EMAWeightAveraging SwapEMAWeights", "EMA()"),
     ("TQDMProgressBar RichProgressBar ProgbarLogger ProgressCallback", "ProgressBar()"),
 )
-"""Names of callbacks of other libraries, and the one of `raysgd.callbacks` that does the same."""
+"""Callback names of other libraries, and the equivalent callback of `raysgd.callbacks`."""
 
 
 def callback_instead_of(callback: object) -> str:
-    """Return what to write instead of a callback of another library, to append to a sentence; empty for other objects.
+    """Return a sentence that names the replacement for another library's callback, with a leading space.
+
+    Return an empty string for all other objects.
 
     Examples:
         >>> EarlyStopping = type("EarlyStopping", (), {"__module__": "lightning.pytorch.callbacks"})
@@ -330,11 +332,11 @@ def callback_instead_of(callback: object) -> str:
 
 
 def instead_of(name: str, place: str) -> str | None:
-    """Return what to write instead of an option of another library, as the end of a sentence; None if it is unknown.
+    """Return what to write instead of another library's option, as the end of a sentence; None for unknown options.
 
     Args:
-        name: The option.
-        place: What got the option: one of the constants above.
+        name: Name of the option.
+        place: Where the option was passed: `TORCH`, `KERAS`, `FUNCTION`, `CONFIG`, `EARLY_STOPPING` or `CHECKPOINTING`.
 
     Examples:
         >>> instead_of("gradient_clip_val", TORCH)

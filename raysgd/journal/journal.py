@@ -1,4 +1,4 @@
-"""The two files of a journal: written while a run trains, and read by later programs. Reading runs nothing."""
+"""Writes and reads the two files of a journal. Reading is safe: it executes no code from the files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class StepRecord:
     """One step of a run.
 
     Attributes:
-        step: Number of the last batch that a worker trained on in the step, counted from 1 over all epochs.
-        loss: Mean loss over all samples; NaN if the step reported none.
+        step: Number of the step: the number of its last batch on each worker, counted from 1 over all epochs.
+        loss: Mean loss over all samples; NaN if the step reported no loss.
         norm: Norm of the gradients before clipping; None if nothing computed it.
         weight: Weight of the mean, such as the number of samples; -1 if no loss counted.
     """
@@ -44,10 +44,10 @@ class Leg:
     """A part of an epoch that one group of workers ran.
 
     Attributes:
-        after: Number of the step after which it begins.
-        entry: Its line in the journal.
-        run: The line of the program that ran it.
-        until: Number of its last step, or of the last step of the run.
+        after: Number of the step after which the leg starts.
+        entry: The leg's line in the journal.
+        run: The journal line of the program that ran the leg.
+        until: Number of the leg's last step.
     """
 
     after: int
@@ -62,11 +62,11 @@ class Leg:
 
 
 class JournalWriter:
-    """Writes a journal. What a step begins again is replaced.
+    """Writes a journal. When a run goes back to an earlier step, new records replace the later ones.
 
     Args:
-        folder: Folder of the run.
-        header: Line of this program, without its kind.
+        folder: The run's folder.
+        header: The journal line that describes this program, without `kind` and `format`.
     """
 
     def __init__(self, folder: Path, header: Line) -> None:
@@ -74,7 +74,7 @@ class JournalWriter:
         self._has_begun = False
 
     def begin_leg(self, entry: Line) -> None:
-        """Write that a group begins to train. Records of later steps are removed.
+        """Record that a group starts to train at a step, and remove the records of later steps.
 
         Raises:
             OSError: A file cannot be written.
@@ -83,7 +83,7 @@ class JournalWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         lines, steps = self._folder / LINES_FILE, self._folder / STEPS_FILE
         if not self._has_begun:
-            if after == 0:  # a run from the beginning replaces the one before
+            if after == 0:  # a run that starts at step 0 replaces the previous run in this folder
                 lines.unlink(missing_ok=True)
             self._append({"kind": RUN, "format": FORMAT, **self._header})
             self._has_begun = True
@@ -94,18 +94,18 @@ class JournalWriter:
         self._append({"kind": LEG, **entry})
 
     def write_steps(self, records: Sequence[StepRecord]) -> None:
-        """Write records of steps, in any order.
+        """Write step records, given in any order.
 
         Raises:
             OSError: The file cannot be written.
         """
         with (self._folder / STEPS_FILE).open("r+b") as file:
             for each in records:
-                file.seek((each.step - 1) * _STEP.size)  # a gap is filled with zeros, which stand for no step
+                file.seek((each.step - 1) * _STEP.size)  # seeking fills gaps with zeros: weight 0 means no step
                 file.write(_STEP.pack(each.loss, NO_NORM if each.norm is None else each.norm, each.weight))
 
     def note_checkpoint(self, location: str, step: int) -> None:
-        """Write that a checkpoint was saved after a step.
+        """Record that a checkpoint was saved after a step. Do nothing before the first leg.
 
         Raises:
             OSError: The file cannot be written.
@@ -119,16 +119,16 @@ class JournalWriter:
 
 
 class Journal:
-    """The journal of a run, as it is on disk.
+    """The journal of a run, read from disk.
 
     Args:
-        folder: Folder of the run.
+        folder: The run's folder.
 
     Attributes:
-        folder: Folder of the run.
-        legs: The parts of epochs that count, in the order of their steps.
-        checkpoints: Location of the checkpoint after each step that has one.
-        steps: Loss, norm and weight of each step, as an array with fields.
+        folder: The run's folder.
+        legs: The legs that later legs did not replace, in step order.
+        checkpoints: Locations of checkpoints by the step after which they were saved.
+        steps: Loss, norm and weight of each batch, as a structured array.
 
     Raises:
         FileNotFoundError: The folder has no journal.
@@ -165,26 +165,26 @@ class Journal:
 
     @property
     def last_step(self) -> int:
-        """Number of the last step; 0 if there is none."""
+        """Number of the last step; 0 if the journal has no steps."""
         taken = np.flatnonzero(self.steps["weight"])
         return int(taken[-1]) + 1 if len(taken) else 0
 
     def step(self, number: int) -> StepRecord | None:
-        """Return the record of a step; None if the run took no step with this number."""
+        """Return the record of a step; None if the journal has no step with this number."""
         if not 1 <= number <= len(self.steps) or not self.steps["weight"][number - 1]:
             return None
         loss, norm, weight = self.steps[number - 1].tolist()
         return StepRecord(number, loss, None if norm == NO_NORM else norm, weight)
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all steps."""
+        """Return the numbers of all steps, in order."""
         return [int(place) + 1 for place in np.flatnonzero(self.steps["weight"])]
 
     def check_step(self, number: int) -> StepRecord:
         """Return the record of a step.
 
         Raises:
-            ValueError: The run took no such step.
+            ValueError: The journal has no step with this number.
         """
         found = self.step(number)
         if found is not None:
@@ -200,11 +200,11 @@ class Journal:
         )
 
     def leg_of(self, number: int) -> Leg:
-        """Return the leg that took a step."""
+        """Return the leg that a step belongs to."""
         return next(each for each in reversed(self.legs) if each.after < number)
 
     def begin_of(self, number: int) -> int:
-        """Return the number of the batch before the first one of a step. With accumulation, a step has several."""
+        """Return the number of the last batch before a step, which has several batches with accumulation."""
         leg = self.leg_of(number)
         taken = np.flatnonzero(self.steps["weight"][leg.after : number - 1])
         return leg.after + (int(taken[-1]) + 1 if len(taken) else 0)

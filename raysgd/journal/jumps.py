@@ -1,14 +1,18 @@
-"""Jumps: the steps at which a loss left its range. A pure function of the losses.
+"""Finds jumps: steps at which the loss left its usual range. A pure function of the losses.
 
-A step jumps if its loss is not finite, or if it lies far above the median of the last 20 steps: farther than three
-times the farthest of the last 200 steps did, than ten times the spread of their distances, and than 10 %; or by a
-factor of 1,000. The farthest
-one is the second highest distance of 20 steps, and the fourth highest of 200, so that outliers do not count. The spread
-is the median absolute deviation times 1.48, which is the standard deviation of normal distances. Distances are those
-of logarithms, and the median follows the loss, so a loss that falls fast has no wider range.
+A step jumps if its loss is not finite, or too far above the median of the last 20 steps. The distance is measured
+between logarithms, or between the losses if one is negative. The median follows the loss, so a quickly falling loss
+does not widen the range. A distance is too large if it exceeds a factor of 1,000, or all of these:
 
-Steps that jump do not enter the range. If they come close together, they are one jump, which begins with the first. If
-the loss stays where it is, it has a new range after some time.
+- three times the largest distance of the last 200 steps;
+- ten times the spread of their distances;
+- 10 %.
+
+The largest distance ignores outliers: it is the second largest of 20 steps and the fourth largest of 200 steps. The
+spread is the median absolute deviation times 1.48, which estimates the standard deviation of a normal distribution.
+
+Steps that jump do not enter the range. Steps that jump close together form one jump, which starts at the first of them.
+If the loss stays outside the range for 100 steps, these steps define a new range.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ FEWEST = 20
 _NEAR, _FEWEST_NEAR = 20, 5
 _TIMES_FARTHEST = 3.0
 _TIMES_USUAL = 10.0
-_OUTLIERS_OF = 100  # one of so many steps may lie anywhere, and one more
-_LEAST = 0.1  # a loss that is 10 % larger is no jump, however quiet it was before
-_MOST = math.log(1000)  # a loss that is 1,000 times larger is one, however noisy it was before
+_OUTLIERS_OF = 100  # the range ignores one outlier, and another one for each 100 steps
+_LEAST = 0.1  # a loss that is at most 10 % larger is no jump, however steady the loss was before
+_MOST = math.log(1000)  # a loss that is over 1,000 times larger is a jump, however noisy the loss was before
 _TOGETHER = 5
 _NEW_RANGE = 100
 _LEAST_LOSS = 1e-12
@@ -36,14 +40,14 @@ _LEAST_LOSS = 1e-12
 
 @dataclass(frozen=True)
 class Jump:
-    """A step at which the loss left its range, and those after it.
+    """One or more steps, close together, at which the loss left its usual range.
 
     Attributes:
-        first: Index of the first step.
-        last: Index of the last step outside of the range.
+        first: Index of the jump's first step.
+        last: Index of the jump's last step.
         highest: The highest loss; NaN or infinity if a loss was not finite.
-        usual: Median of the losses before; NaN if there were too few.
-        limit: The highest loss that would have been in the range; NaN if there were too few before.
+        usual: Median of the losses before the jump; NaN if there were too few losses.
+        limit: The highest loss that would have been in the range; NaN if there were too few losses before.
     """
 
     first: int
@@ -54,7 +58,7 @@ class Jump:
 
 
 class _Range:
-    """The losses of the last steps, which say where the next one should be."""
+    """The recent losses, which determine the usual range of the next loss."""
 
     def __init__(self) -> None:
         self._begin()
@@ -89,7 +93,7 @@ class _Range:
 
     @property
     def limit(self) -> float:
-        """The highest value in the range; NaN if too few are known."""
+        """The highest value in the range; NaN if too few losses are known."""
         if not self._is_known:
             return math.nan
         farthest = self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
@@ -129,7 +133,7 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
 
 
 def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function]:
-    """Return the scale of the losses and the way back. Losses below 0 have no logarithm, and stay as they are."""
+    """Return the functions to and from the logarithmic scale, or `float` twice if a loss is negative."""
     if any(math.isfinite(loss) and loss < 0 for loss in losses):
         return float, float
     return (lambda loss: math.log(max(loss, _LEAST_LOSS))), math.exp

@@ -1,4 +1,4 @@
-"""Fetches the reports of all workers while a run trains, puts each step together, and writes the journal."""
+"""Fetches the reports of all workers during training, merges them step by step, and writes the journal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOT_OPTIONS = {
 
 @dataclass
 class _OpenStep:
-    """The parts of a step that have arrived, by recorder."""
+    """The workers' reports of a step that have arrived, by recorder name."""
 
     attempt: Attempt
     parts: dict[str, StepReport] = field(default_factory=dict)
@@ -50,20 +50,21 @@ class _OpenStep:
 
 
 def _sum(numbers: Iterable[float]) -> float:
-    """Return the exact sum, so that it does not depend on how samples are divided."""
+    """Return the correctly rounded sum, which does not depend on how samples are sharded over workers."""
     values = list(numbers)
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
 
 class StepBook:
-    """Puts the reports of the workers together. A pure record: it reads and writes nothing.
+    """Merges the reports of the workers into step records, without any I/O.
 
-    A later attempt replaces what earlier ones report about the steps after its beginning.
+    When a later attempt starts, it replaces the reports of earlier attempts about later steps.
     """
 
     def __init__(self) -> None:
         self._newest: Attempt = (0, 0)
-        self._began: dict[Attempt, tuple[int, int]] = {}  # the step after which an attempt begins, and its workers
+        # For each attempt, the step after which it starts and its number of workers.
+        self._began: dict[Attempt, tuple[int, int]] = {}
         self._open: dict[int, _OpenStep] = {}
         self.last_step = 0
 
@@ -71,11 +72,12 @@ class StepBook:
         """Add a report.
 
         Args:
-            name: Name of the recorder.
-            report: The report.
+            name: Name of the recorder that made the report.
+            report: The start of a leg, or a worker's part of a step.
 
         Returns:
-            The entry of a leg that begins, the record of a step as far as it is known, or None if nothing is new.
+            The journal entry of a new leg, the record of a step from the reports so far, or None for an outdated or
+            repeated report.
         """
         if isinstance(report, LegReport):
             return self._begin(report)
@@ -96,7 +98,7 @@ class StepBook:
         before, self._newest = self._newest, report.attempt
         self._began[report.attempt] = after, int(report.entry["num_workers"])
         self._began = {attempt: begin for attempt, begin in self._began.items() if begin[0] <= after}
-        # What is missing of earlier steps may still come from survivors; what is missing of still earlier ones is lost.
+        # Survivors may still report steps of the previous attempt. Reports missing from older attempts are lost.
         self._open = {step: each for step, each in self._open.items() if step <= after and each.attempt >= before}
         self.last_step = after
         return report.entry
@@ -106,15 +108,15 @@ class StepBook:
 
 
 class JournalKeeper:
-    """Keeps the journal of one run. It never ends the run: if a file cannot be written, it warns once and stops.
+    """Writes the journal of one run. If a file cannot be written, the journal ends with a warning; the run continues.
 
     Args:
-        folder: Returns the folder of the run.
+        folder: Function that returns the run's folder.
         controller: The controller of the workers.
-        header: Returns the line of this program, from `header_of`.
+        header: Function that returns the journal line of this program, from `header_of`.
 
     Attributes:
-        recorder: Callback for the workers.
+        recorder: The callback to install in the workers.
     """
 
     def __init__(
@@ -128,16 +130,16 @@ class JournalKeeper:
 
     @property
     def folder(self) -> str:
-        """Folder of the run."""
+        """The run's folder."""
         return str(self._folder())
 
     def __call__(self, progress: CallProgress) -> None:
-        """Fetch what is new, at most once a second, and at the end of a training call. A listener of the calls."""
+        """Fetch new reports, at most once a second and at the end of a training call. Called with a call's progress."""
         if progress.kind == "train" and (progress.is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S):
             self.fetch()
 
     def fetch(self) -> None:
-        """Fetch all reports that the driver does not have, and write what they say."""
+        """Fetch all reports that the driver does not have yet, and write them to the journal."""
         if self._is_off:
             return
         group, received = self._controller.ensure_group(), dict(self._received)
@@ -146,7 +148,7 @@ class JournalKeeper:
         for each in asked:
             try:
                 found.append(each.result(1.0))
-            except Exception as error:  # the next time asks again, unless the worker is lost
+            except Exception as error:  # the next fetch asks again, unless the worker is lost
                 logger.debug("no news of the steps: %s", error)
         self._fetched_at = time.monotonic()
         try:
@@ -156,7 +158,7 @@ class JournalKeeper:
             logger.warning("the journal of the run ends here: %s: %s", type(error).__name__, error)
 
     def _write(self, found: list[tuple[str, list[tuple[int, Report]]]]) -> None:
-        """Write the reports. All legs come first, because ranks may be asked at different moments."""
+        """Write the reports. Sort each attempt's legs before its steps, because ranks report at different times."""
         records = dict[int, StepRecord]()
         reports = [(name, report) for name, each in found for _, report in each]
         for name, report in sorted(reports, key=lambda each: (each[1].attempt, isinstance(each[1], StepReport))):
@@ -181,11 +183,11 @@ class JournalKeeper:
 
     @property
     def last_step(self) -> int:
-        """The last step that the driver has the losses of."""
+        """Number of the last step whose losses the driver has."""
         return self._book.last_step
 
     def note_checkpoint(self, location: str, step: int | None) -> None:
-        """Write that a checkpoint was saved, after a step or after the last one."""
+        """Record that a checkpoint was saved after a step. None means the last step that was reported."""
         if self._writer is None or self._is_off:
             return
         at = self._relative(location)
@@ -195,7 +197,7 @@ class JournalKeeper:
             logger.warning("the journal does not say that %s was saved: %s", at, error)
 
     def _relative(self, location: str) -> str:
-        """Return a path inside the folder of the run relative to it, so that the folder can be moved."""
+        """Make a path inside the run's folder relative to the folder, so that the folder can be moved."""
         try:
             return str(Path(location).expanduser().absolute().relative_to(self._folder()))
         except ValueError:
@@ -203,7 +205,7 @@ class JournalKeeper:
 
 
 def header_of(settings: Any) -> dict[str, Any]:
-    """Return the line of a program: what it runs, with its config and options, as plain data without secrets."""
+    """Return the journal line of a program: its operator, config and options, as plain data without secrets."""
     operator_cls, given = settings.training_operator_cls, dict(settings.config)
     shown = masked(given)
     kept = {str(name) for name, value in given.items() if _is_plain(value) and shown.get(name) == value}
@@ -224,7 +226,7 @@ def header_of(settings: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if JSON keeps a value as it is."""
+    """Return True if a value survives a round trip through JSON unchanged."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):

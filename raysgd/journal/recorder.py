@@ -1,4 +1,4 @@
-"""Notes the loss of each step in the workers, without waiting for a device, until the driver fetches it."""
+"""Records each step's loss in the workers, without waiting for the device, until the driver fetches it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _MOST_WAITING = 100_000
 TRAIN_LOSS = "train_loss"
 _WEIGHT_OF_TRAIN_LOSS = weight_of(TRAIN_LOSS)
 Attempt = tuple[int, int]
-"""Number of the training call, and of the attempt at it: the same on all ranks, and larger for what comes later."""
+"""Numbers of the training call and of the attempt to run it. Equal on all ranks; later attempts compare greater."""
 
 
 class LegReport(NamedTuple):
-    """A worker begins to train in a group, or in an epoch.
+    """Report that a worker starts a leg: it starts to train in a new group or a new epoch.
 
     Attributes:
-        attempt: The attempt.
-        entry: Where it begins, as plain data.
+        attempt: The attempt that the leg belongs to.
+        entry: The leg's journal entry, as plain data.
     """
 
     attempt: Attempt
@@ -31,14 +31,14 @@ class LegReport(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """The part of one worker in a step.
+    """One worker's part of a step.
 
     Attributes:
         attempt: The attempt in which the step was taken.
         step: Number of the step.
-        total: Sum of its losses, each times its weight.
+        total: Weighted sum of the losses of the worker's batches.
         weight: Sum of the weights.
-        norm: Norm of the gradients of all workers; None if nothing has computed it.
+        norm: Norm of the gradients over all workers; None if nothing computed it.
     """
 
     attempt: Attempt
@@ -49,7 +49,7 @@ class StepReport(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A step whose numbers may still be on a device: loss and weight of each of its batches, and the norms."""
+    """A step whose values may still be on a device: the loss and weight of each batch, and the gradient norms."""
 
     attempt: Attempt
     step: int
@@ -61,7 +61,7 @@ Report = LegReport | StepReport
 
 
 class StepRecorder(WorkerCallback):
-    """Notes what happens in the steps of a worker. Reports are numbered, and kept until the driver has them."""
+    """Records the losses and gradient norms of a worker's steps. Keeps numbered reports until the driver has them."""
 
     def on_begin(self, operator: Any) -> None:
         self.name = uuid.uuid4().hex
@@ -77,11 +77,11 @@ class StepRecorder(WorkerCallback):
     def _on_leg(self, operator: Any, leg: Mapping[str, Any]) -> None:
         call, number = leg["attempt"]
         self._attempt, self._is_off = (call, number), leg["obstacle"] is not None
-        self._begin_step()  # a step that broke off comes again
+        self._begin_step()  # an interrupted step is repeated
         self._report(LegReport(self._attempt, leg))
 
     def _on_norm(self, norm: Any) -> None:
-        if norm is not None and not hasattr(norm, "full_tensor"):  # reading a divided tensor is a collective
+        if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would run a collective
             self._norms.append(_kept(norm))
 
     def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
@@ -98,7 +98,9 @@ class StepRecorder(WorkerCallback):
         self._reports.append((self._num_reports, report))
 
     def reports(self, after: int) -> list[tuple[int, Report]]:
-        """Return the reports after a number. Forget earlier ones. Runs in a second thread, and may wait for a device.
+        """Return the reports after a number, and discard earlier ones.
+
+        Runs in a second thread, and may wait for a device.
 
         Args:
             after: Number of the last report that the driver has.
@@ -112,18 +114,18 @@ class StepRecorder(WorkerCallback):
 
 
 def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, list[tuple[int, Report]]]:
-    """Return the name of a worker's recorder, and its reports that the driver does not have.
+    """Return the name of a worker's recorder, and the reports that the driver does not have yet.
 
     Args:
-        replica: The replica of the worker.
-        received: For each recorder, the number of the last report that the driver has.
+        replica: The worker's replica.
+        received: Number of the last report that the driver has, by recorder name.
     """
     found: StepRecorder | None = replica.operator._raysgd.callbacks.of_kind(StepRecorder)
     return ("", []) if found is None else (found.name, found.reports(received.get(found.name, 0)))
 
 
 def _loss_of(metrics: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the loss of a batch and its weight, which is 0 if no metric is a loss."""
+    """Return the loss of a batch and the loss's weight. If no metric is a loss, return NaN and 0."""
     name = TRAIN_LOSS if TRAIN_LOSS in metrics else _name_of_loss(metrics)
     if name is None:
         return math.nan, 0
@@ -140,12 +142,12 @@ def _name_of_loss(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _kept(value: Any) -> Any:
-    """Return a number, or a copy of a tensor on a device, which user code may change in place."""
+    """Return a number, or a copy of a tensor on a device, because user code may change the tensor in place."""
     try:
         if not hasattr(value, "detach"):
             return float(value)
         return value.item() if getattr(value, "is_cpu", False) else value.detach().reshape(()).clone()
-    except (TypeError, ValueError, RuntimeError):  # not one number
+    except (TypeError, ValueError, RuntimeError):  # not a single number
         return math.nan
 
 
@@ -157,7 +159,7 @@ def _values_of(waiting: _Waiting) -> Iterator[Any]:
 
 
 def _read(values: Sequence[Any]) -> list[float]:
-    """Return numbers, with all tensors read at once."""
+    """Convert numbers and tensors to floats. Read all tensors with a single transfer from the device."""
     tensors = [value for value in values if hasattr(value, "detach")]
     if not tensors:
         return [float(value) for value in values]
@@ -170,7 +172,7 @@ def _read(values: Sequence[Any]) -> list[float]:
 def _as_report(waiting: _Waiting, numbers: Iterator[float]) -> StepReport:
     batches = [(next(numbers), next(numbers)) for _ in waiting.batches]
     norms = [next(numbers) for _ in waiting.norms]
-    counted = [(loss * weight, weight) for loss, weight in batches if weight > 0]  # padding may have any loss
+    counted = [(loss * weight, weight) for loss, weight in batches if weight > 0]  # the loss of padding is arbitrary
     total, weight = math.fsum(each for each, _ in counted), math.fsum(each for _, each in counted)
     return StepReport(waiting.attempt, waiting.step, total, weight, max(norms, key=_by_size) if norms else None)
 

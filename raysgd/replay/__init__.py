@@ -1,10 +1,9 @@
-"""Asks a run what it did: which samples a step had, where its loss jumped, and what a step computes again.
+"""Tools to investigate a run: the samples of a step, the jumps of the loss, and a replay of the training.
 
-`why` and `find_jumps` read the journal of a run, `raysgd.journal`. `replay` trains a part of the run again in one
-process, up to a step, and compares each loss on the way with the journal. `bisect` finds the first step at which two
-runs differ.
+`why` and `find_jumps` read the run's journal (see `raysgd.journal`). `replay` repeats a part of the run in one process,
+up to a given step, and compares each loss with the journal. `bisect` finds the first step at which two runs differ.
 
-The folder of a run is data that may come from elsewhere. Nothing in it is unpickled or run: you name the program.
+A run's folder may come from an untrusted source. Nothing in it is executed or unpickled: you name the program to run.
 """
 
 from __future__ import annotations

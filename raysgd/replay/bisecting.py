@@ -1,4 +1,4 @@
-"""`bisect`: finds the first step at which two runs differ, and by what."""
+"""`bisect`: finds the first step at which two runs differ, and what differs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ SAMPLES, NORM, LOSS, WEIGHTS = "samples", "norm", "loss", "weights"
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of two runs.
+    """The first difference between two runs.
 
     Attributes:
-        step: The first step that differs; None if no step does.
+        step: The first step that differs; None if all steps are equal.
         what: "samples", "loss", "norm", or "weights" (after the step).
-        parameter: Name of the first parameter that differs after the step, if replays have found it; else None.
-        left: "A" or "B", if replays of both runs are equal and this run left its own program; else None.
-        values: What both runs have: the losses or norms.
-        num_steps: How many steps were compared.
-        equal_at: The last step after which checkpoints of both runs have the same weights; None if there are none.
-        different_at: The first step after which checkpoints of both runs have different weights, or None.
-        was_replayed: True if steps were trained again.
+        parameter: Name of the first parameter that differs after the step, if replays found one; otherwise None.
+        left: "A" or "B" if the replays of both runs are equal, but this run differs from its replay; otherwise None.
+        values: The losses or norms of run A and run B.
+        num_steps: Number of steps that were compared.
+        equal_at: The last step after which checkpoints of both runs have the same weights; None if there is none.
+        different_at: The first step after which checkpoints of both runs have different weights; None if there is none.
+        was_replayed: True if the steps were replayed.
     """
 
     step: int | None
@@ -48,7 +48,7 @@ class Difference:
     was_replayed: bool = False
 
     def __str__(self) -> str:
-        """Return what was found as text."""
+        """Return a description of the difference."""
         lines = []
         if self.step is None:
             lines.append(f"no difference in {self.num_steps} steps")
@@ -85,19 +85,20 @@ def bisect(
 ) -> Difference:
     """Find the first step at which two runs differ.
 
-    The journals say at which step samples, loss or norm differ first. With a program, both runs are trained again from
+    The journals show the first step at which samples, loss or norm differ. With a program, both runs are replayed from
     the last checkpoint that is equal in both, and their weights are compared after each step.
 
     Args:
-        run_a: The folder of a run, or its history.
-        run_b: The folder of another run, or its history.
-        program: The operator class of the runs, or where it stands. None compares files only.
-        program_b: That of the second run, if it is another one.
-        config: Entries of the configs that are not in the journals.
+        run_a: The first run's folder or history.
+        run_b: The second run's folder or history.
+        program: The operator class of the runs, or its location, such as "train.py:MyOperator". Default: compare only
+            the files.
+        program_b: The operator class of the second run, or its location, if it differs from `program`.
+        config: Config entries that are missing from the journals.
 
     Raises:
         FileNotFoundError: A run has no journal.
-        ValueError: The runs have no steps in common, or cannot be replayed; the message names the reason.
+        ValueError: The runs have no step in common, or cannot be replayed. The message gives the reason.
     """
     first, second = journal_of(run_a), journal_of(run_b)
     common = sorted({*first.numbers()} & {*second.numbers()})
@@ -127,7 +128,10 @@ def _first_in_journals(first: Journal, second: Journal, common: list[int]) -> Di
 
 
 def _differing(one: StepRecord, other: StepRecord) -> str | None:
-    """Return what differs in the records of a step. A mean without the part of a lost worker is not compared."""
+    """Return which field of two step records differs. Compare losses only if both means have the same weight.
+
+    The weights differ if one of the means lacks the part of a lost worker.
+    """
     if one.weight == other.weight and not _is_same(one.loss, other.loss):
         return LOSS
     both = one.norm is not None and other.norm is not None
@@ -139,7 +143,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[int | None, int | None]:
-    """Return the last step with equal weights and the first one with different ones, of checkpoints of both runs."""
+    """Compare the checkpoints of both runs. Return the last step with equal weights and the first with different ones.
+
+    Either is None if there is no such step.
+    """
     equal_at = different_at = None
     for step in sorted({*first.checkpoints} & {*second.checkpoints}):
         weights = [_weights_at(each, step) for each in (first, second)]
@@ -153,7 +160,7 @@ def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[
 
 
 def _weights_at(journal: Journal, step: int) -> Any:
-    """Return the weights of the models in a checkpoint; None if its file is gone, or lies in a store."""
+    """Return the model weights in a checkpoint; None if its file was deleted or is in cloud storage."""
     path = journal.folder / journal.checkpoints[step]
     return checkpoint_file.read(path)["models"] if "://" not in journal.checkpoints[step] and path.is_file() else None
 
@@ -173,7 +180,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 class _WeightsOfSteps(WorkerCallback):
-    """Keeps a digest of each parameter and buffer after each step."""
+    """Records a digest of each parameter and buffer after each step."""
 
     def __init__(self) -> None:
         self.after: dict[int, dict[str, bytes]] = {}
@@ -209,7 +216,7 @@ def _by_replays(
     if len(left) != 1:
         return found
     seen = replayed["AB".index(left[0])].first_different
-    if found.what == LOSS and seen == found.step:  # the loss follows from the weights that the step before left
+    if found.what == LOSS and seen == found.step:  # the weights that the previous step produced determine the loss
         earlier = [number for number in first.numbers() if number < found.step]
         return Difference(earlier[-1], WEIGHTS, left=left[0]) if earlier else Difference(found.step, LOSS, left=left[0])
     return Difference(found.step, found.what, left=left[0], values=found.values)

@@ -1,6 +1,6 @@
-"""The program of a run: the operator class that the user names, in a trainer with one process that divides as the run.
+"""The program of a run: the user's operator class, in a one-process trainer that splits global batches as the run did.
 
-Only the user says what to run. The folder of the run gives numbers and texts: the config and the options.
+Only the user decides which code runs. The run's folder provides plain data: the config and the options.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _OPTIONS = ("seed", "add_dist_sampler", "scheduler_step_freq", "use_fp16", "prec
 
 
 def load_class(program: str | type[TrainingOperator]) -> type[TrainingOperator]:
-    """Return an operator class.
+    """Return an operator class, importing it if necessary.
 
     Args:
-        program: The class, or where it stands: `train.py:MyOperator` or `package.module:MyOperator`.
+        program: The class, or its location: `train.py:MyOperator` or `package.module:MyOperator`.
 
     Raises:
-        ValueError: There is no such operator class.
+        ValueError: The class was not found, or is not a `TrainingOperator`.
     """
     if isinstance(program, type):
         found: Any = program
@@ -62,7 +62,7 @@ def _module(place: str, program: str) -> Any:
     if not path.is_file():
         raise ValueError(f"`--program {program}`: there is no file `{place}`.")
     folder = str(path.resolve().parent)
-    if folder not in sys.path:  # as Python does for a script, so that it finds the modules beside it
+    if folder not in sys.path:  # as Python does for a script, so that the file can import modules next to it
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "the file is there"
@@ -73,7 +73,7 @@ def _module(place: str, program: str) -> Any:
 
 
 class _Trainer(TorchTrainer):
-    """A trainer whose process divides global batches like the workers of a run."""
+    """A trainer whose single process splits global batches as the workers of a run did."""
 
     _batch_options: BatchOptions
 
@@ -85,8 +85,8 @@ class Program:
     """The program of a run.
 
     Args:
-        operator: The operator class, or where it stands.
-        config: Entries that replace or add to those in the journal. Objects and secrets are not in it.
+        operator: The operator class, or its location, such as "train.py:MyOperator".
+        config: Entries that update the config in the journal, which lacks objects and secrets.
     """
 
     def __init__(self, operator: str | type[TrainingOperator], config: Mapping[str, Any] | None = None) -> None:
@@ -95,15 +95,15 @@ class Program:
 
     @contextmanager
     def trainer(self, journal: Journal, leg: Leg, **others: Any) -> Iterator[TorchTrainer]:
-        """Provide a trainer with one process, for the steps of a leg.
+        """Return a context manager for a one-process trainer that can repeat the steps of a leg.
 
         Args:
-            journal: The journal of the run.
-            leg: The leg.
+            journal: The run's journal.
+            leg: The leg whose options the trainer gets.
             others: Further arguments of the trainer.
 
         Raises:
-            ValueError: One process cannot take the steps of this run.
+            ValueError: A single process cannot repeat the steps of this run.
         """
         batch_options = batch_options_for(leg)
         cls = type("TorchTrainer", (_Trainer,), {"_batch_options": batch_options})
@@ -122,10 +122,10 @@ class Program:
             yield trainer
 
     def config_of(self, leg: Leg) -> dict[str, Any]:
-        """Return the config of the run.
+        """Return the run's config: the journal's entries, updated with the user's.
 
         Raises:
-            ValueError: An entry is not in the journal.
+            ValueError: The journal left an entry out, and the user did not pass it.
         """
         config = {**leg.run["config"], **self._config}
         missing = [name for name in leg.run["config_left_out"] if name not in config]
@@ -138,17 +138,17 @@ class Program:
 
 
 def batch_options_for(leg: Leg) -> BatchOptions:
-    """Return how one process has to divide global batches so that it computes what the workers of a leg did.
+    """Return the batch options with which one process computes the same steps as the workers of a leg.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: One process cannot compute the same steps.
     """
     options, num_workers = leg.run["options"], leg.entry["num_workers"]
     _refuse(options)
     batch_options = BatchOptions(**options["batch_options"])
     if batch_options.is_global or num_workers == 1:
         return replace(batch_options, num_shards=batch_options.num_shards if batch_options.deterministic else 1)
-    # Each worker took a batch of its own. The batches become the parts of one global batch, one after the other.
+    # Each worker had its own batch. The single process treats these batches as the shards of one global batch.
     window = options["step_options"]["accumulate_grad_batches"]
     if window > 1:
         raise ValueError(

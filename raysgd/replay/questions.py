@@ -1,4 +1,4 @@
-"""`why` and `find_jumps`: what the journal of a run says about a step, and about the whole run."""
+"""`why` and `find_jumps`: what a run's journal shows about a step, and about the loss of the whole run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _MOST_SAMPLES = 20
 
 @dataclass(frozen=True)
 class Why:
-    """What is known about a step.
+    """The answer of `why` about a step.
 
     Attributes:
-        record: Loss and norm of the step.
-        around: The records of the steps before and after it, and its own.
-        epoch: Number of its epoch, from 1.
-        num_workers: Number of workers that took it.
-        samples: For each rank, its samples: indices of the dataset, or `StreamRow(shard, row)`. None if they are not
-            known without the program, or not at all.
-        obstacle: Why the samples are not known; None if they are.
-        losses: The loss of each sample by itself, highest first. None unless you asked for it.
-        checkpoint: The checkpoint whose weights computed these losses; None for the weights of `setup`.
+        record: The step's loss and norm.
+        around: The records of the step and its neighbors, in step order.
+        epoch: Number of the step's epoch, from 1.
+        num_workers: Number of workers that took the step.
+        samples: The samples of each rank: dataset indices, or `StreamRow(shard, row)` for a stream. None if they are
+            unknown.
+        obstacle: Why the samples are unknown; None if they are known.
+        losses: The individual loss of each sample, highest first; None without `recompute=True`.
+        checkpoint: The checkpoint whose weights were used for `losses`; None for the initial weights of `setup`.
     """
 
     record: StepRecord
@@ -47,7 +47,7 @@ class Why:
     checkpoint: str | None = None
 
     def __str__(self) -> str:
-        """Return all of it as text."""
+        """Return the answer as text with tables."""
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
         lines = [f"step {self.record.step}, in epoch {self.epoch}, on {workers}", ""]
         lines += _table(
@@ -80,18 +80,18 @@ class Why:
 
 @dataclass(frozen=True)
 class JumpsFound:
-    """The steps at which the loss of a run left its range.
+    """The steps at which a run's loss left its usual range.
 
     Attributes:
-        jumps: The jumps, with numbers of steps: `first`, `last`, `highest`, `usual`, `limit`.
-        num_steps: How many steps have a loss.
+        jumps: The jumps. `first` and `last` are step numbers.
+        num_steps: Number of steps with a loss.
     """
 
     jumps: tuple[Jump, ...]
     num_steps: int
 
     def __str__(self) -> str:
-        """Return all of it as text."""
+        """Return a table of the jumps."""
         if not self.jumps:
             return f"no jumps in {self.num_steps} steps"
         rows = [
@@ -116,20 +116,21 @@ def why(
     recompute: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> Why:
-    """Return what is known about a step of a run: its loss beside those around it, and the samples of each rank.
+    """Look up a step of a run: its loss, the losses of neighboring steps, and the samples of each rank.
 
     Args:
-        run: The folder of the run, or its history.
+        run: The run's folder or history.
         step: Number of the step, from 1, as in `metrics.steps.csv` and `global_step`.
-        program: The operator class of the run, or where it stands, such as "train.py:MyOperator". Needed for the rows
-            of a stream, for the order of your own sampler, and with `recompute`. Its `setup` runs in this process.
-        recompute: True to compute the loss of each sample by itself, in evaluation mode, with the weights of the
+        program: The operator class of the run, or its location, such as "train.py:MyOperator". Required for the rows of
+            a stream, for the order of your own sampler, and with `recompute`. Its `setup` runs in this process.
+        recompute: True to compute the individual loss of each sample, in evaluation mode, with the weights of the
             nearest checkpoint before the step.
-        config: Entries of the config that are not in the journal: objects and secrets.
+        config: Config entries that are missing from the journal: objects and secrets.
 
     Raises:
         FileNotFoundError: The run has no journal.
-        ValueError: The run has no such step, the journal is damaged, or the program is not that of the run.
+        ValueError: The run has no step with this number, the journal is damaged, or the program does not match the
+            run.
     """
     journal = journal_of(run)
     record, leg = journal.check_step(step), journal.leg_of(step)
@@ -155,14 +156,14 @@ def why(
 
 
 def find_jumps(run: str | os.PathLike[str] | History) -> JumpsFound:
-    """Return the steps at which the loss of a run left its range. `docs/replay.md` has the rule.
+    """Find the steps at which a run's loss left its usual range. `docs/replay.md` defines the range.
 
     Args:
-        run: The folder of the run, or its history.
+        run: The run's folder or history.
 
     Raises:
         FileNotFoundError: The run has no journal.
-        ValueError: The journal is damaged, or its steps have no loss.
+        ValueError: The journal is damaged, or no step reported a loss.
     """
     journal = journal_of(run)
     places = np.flatnonzero(journal.steps["weight"] > 0)

@@ -1,4 +1,4 @@
-"""`replay`: trains a part of a run again in one process, and compares each step with the journal of the run."""
+"""`replay`: repeats a part of a run in one process, and compares each step with the run's journal."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from raysgd.torch.objects import rng
 from raysgd.torch.torch_trainer import TorchTrainer
 
 TOLERANCE = 1e-3
-"""Largest relative difference of a loss that rounding explains, if the run had no `deterministic=True`."""
+"""Largest relative difference of a loss that rounding can explain in a run without `deterministic=True`."""
 _SAME_DATA = ("kind", "order", "seed", "num_samples", "batch_size", "drop_last", "stream")
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes:
-        step: The step up to which it trained.
-        begin: The step after which it began.
-        checkpoint: The checkpoint that it began with; None for the beginning of the run.
-        is_exact: True if each loss and norm has the bits that the journal of the run has.
-        difference: The largest relative difference of a loss to that in the journal.
-        first_different: The first step whose loss or norm has other bits; None if there is none.
-        tolerance: Largest difference that is explained by rounding; 0 with `deterministic=True`.
-        incomplete: Steps that were not compared, because a lost worker took its part of the mean with it.
-        state: The state after the step, as from `trainer.state_dict()`.
+        step: The last step that was replayed.
+        begin: The step after which the replay started.
+        checkpoint: The checkpoint that the replay started from; None for the start of the run.
+        is_exact: True if each loss and norm is bitwise equal to the value in the journal.
+        difference: Largest relative difference between a loss and its value in the journal.
+        first_different: The first step whose loss or norm is not bitwise equal; None if all are equal.
+        tolerance: Largest difference that rounding can explain; 0 with `deterministic=True`.
+        incomplete: Steps that were not compared, because their mean in the journal lacks the part of a lost worker.
+        state: The training state after the last step, as `trainer.state_dict()` returns it.
     """
 
     step: int
@@ -55,11 +55,11 @@ class Replayed:
 
     @property
     def is_same(self) -> bool:
-        """True if the replay did what the run did."""
+        """True if the replay matches the run, exactly or within the tolerance."""
         return self.is_exact or self.difference <= self.tolerance
 
     def __str__(self) -> str:
-        """Return what was found as text."""
+        """Return a description of the result."""
         begin = f"from {self.checkpoint}" if self.checkpoint else "from the beginning of the run"
         lines = [f"replayed steps {self.begin + 1} to {self.step}, {begin}"]
         if self.is_exact:
@@ -80,11 +80,11 @@ class Replayed:
 
 
 class _ReachedStep(BaseException):
-    """Ends a replay at its step. No exception handler of a program takes it by accident."""
+    """Ends a replay at its last step. A `BaseException`, so that `except Exception` in user code cannot catch it."""
 
 
 class _StopAfter(Callback):
-    """Ends the run after a step, with the state at it."""
+    """Ends the replay after a step, and keeps the training state after that step."""
 
     _pauses = True
 
@@ -103,7 +103,7 @@ class _StopAfter(Callback):
 
 
 class _Debugging(WorkerCallback):
-    """Stops before `train_batch` of a step."""
+    """Stops in the debugger before `train_batch` of a step."""
 
     def __init__(self, begin: int, step: int, load: Callable[[], Any]) -> None:
         self._steps, self._load = range(begin, step), load
@@ -123,7 +123,7 @@ class _Debugging(WorkerCallback):
         @wraps(method)
         def train_batch(batch: Any, batch_info: dict[str, Any]) -> Any:
             if operator.global_step in self._steps:
-                self._steps = range(0)  # once
+                self._steps = range(0)  # stop only once
                 drawn = rng.capture()
                 _stop(operator, batch, batch_info, load())
                 rng.restore(drawn)
@@ -133,10 +133,10 @@ class _Debugging(WorkerCallback):
 
 
 def _stop(operator: Any, batch: Any, batch_info: dict[str, Any], global_batch: Any) -> None:
-    """Stop in the debugger, with the arguments as names. `batch` is the first part that `train_batch` takes."""
+    """Stop in the debugger, with the arguments as local variables. `batch` is the first batch of the step."""
     debugger = pdb.Pdb(stdin=sys.stdin, stdout=sys.stdout)
     debugger.set_trace(sys._getframe())
-    pass  # here: `operator`, `batch`, `batch_info`, `global_batch`
+    pass  # You can inspect `operator`, `batch`, `batch_info` and `global_batch` here.
 
 
 def replay(
@@ -149,23 +149,24 @@ def replay(
     worker_callbacks: tuple[WorkerCallback, ...] = (),
     begin: int | None = None,
 ) -> Replayed:
-    """Train a part of a run again in this process, from the nearest checkpoint before a step up to the step.
+    """Repeat a part of a run in this process, from the nearest checkpoint before a step up to that step.
 
     Args:
-        run: The folder of the run, or its history.
-        step: Number of the step, from 1.
-        program: The operator class of the run, or where it stands, such as "train.py:MyOperator".
-        config: Entries of the config that are not in the journal: objects and secrets.
+        run: The run's folder or history.
+        step: Number of the last step to replay, from 1.
+        program: The operator class of the run, or its location, such as "train.py:MyOperator".
+        config: Config entries that are missing from the journal: objects and secrets.
         debug: True to stop in `pdb` before `train_batch` of the step.
-        worker_callbacks: Called around each step of the replay.
-        begin: Number of the latest step to begin after; by default, the nearest checkpoint is used.
+        worker_callbacks: Worker callbacks to run around each step of the replay.
+        begin: Use the newest checkpoint at or before this step. Default: the newest one before `step`.
 
     Returns:
-        What was found, and the state after the step.
+        The comparison with the journal, and the training state after the step.
 
     Raises:
         FileNotFoundError: The run has no journal.
-        ValueError: The run has no such step, or one process cannot take its steps; the message names the reason.
+        ValueError: The run has no step with this number, or one process cannot repeat the run's steps. The message
+            gives the reason.
     """
     journal = journal_of(run)
     journal.check_step(step)
@@ -200,10 +201,10 @@ def _train(
 
 
 def _check_legs(journal: Journal, legs: list[Leg], checkpoint: tuple[int, str] | None) -> None:
-    """Refuse steps that one process cannot take, by name.
+    """Check that one process can repeat the steps of the legs.
 
     Raises:
-        ValueError: There are such steps.
+        ValueError: One process cannot repeat some steps. The message gives the reason.
     """
     first = legs[0]
     for leg in legs:
@@ -232,10 +233,10 @@ def _compared(
     checkpoint: tuple[int, str] | None,
     state: Mapping[str, Any],
 ) -> Replayed:
-    """Compare the steps of a replay with those of the run.
+    """Compare the replayed steps with the run's journal.
 
     Raises:
-        ValueError: The replay trained on other data.
+        ValueError: The replay trained on different data, or did not take one of the steps.
     """
     numbers = [number for number in journal.numbers() if begin < number <= step]
     is_deterministic = journal.leg_of(step).run["options"]["batch_options"]["deterministic"]

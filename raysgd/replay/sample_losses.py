@@ -1,4 +1,4 @@
-"""The loss of each sample of a step by itself, with the weights of a checkpoint."""
+"""Computes the individual loss of each sample of a step, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class SampleLoss:
     """The loss of one sample.
 
     Attributes:
-        sample: Index of the dataset, or row of a stream.
-        rank: The rank that had it.
-        loss: Its loss.
+        sample: Index in the dataset, or row of a stream.
+        rank: The rank that trained on the sample.
+        loss: The sample's loss.
     """
 
     sample: Any
@@ -36,12 +36,12 @@ class SampleLoss:
 
 
 def nearest_checkpoint(journal: Journal, step: int, *, may_be_at: bool = False) -> tuple[int, str] | None:
-    """Return the step and the place of the newest checkpoint before a step that still exists; None if there is none.
+    """Return the step and location of the newest existing checkpoint from before a step; None if there is none.
 
     Args:
-        journal: The journal of the run.
-        step: The step.
-        may_be_at: True if a checkpoint after the step itself counts, too.
+        journal: The run's journal.
+        step: Number of the step.
+        may_be_at: True to also accept a checkpoint that was saved right after the step.
     """
     for at in sorted(journal.checkpoints, reverse=True):
         place = journal.checkpoints[at]
@@ -52,16 +52,20 @@ def nearest_checkpoint(journal: Journal, step: int, *, may_be_at: bool = False) 
 
 
 def data_of(trainer: TorchTrainer) -> Any:
-    """Return the registered train data of a trainer with one process."""
+    """Return the registered training data of a one-process trainer."""
     operator: TrainingOperator = trainer.get_local_operator()
     return operator._raysgd.data.train
 
 
 def recomputed(journal: Journal, step: int, program: Program) -> tuple[list[SampleLoss], StepSamples, str | None]:
-    """Return the losses of all samples of a step, highest first; the samples; and the checkpoint that was used.
+    """Compute the individual loss of each sample of a step.
+
+    Returns:
+        The losses, highest first; the samples by rank; and the location of the checkpoint whose weights were used, or
+        None for the initial weights.
 
     Raises:
-        ValueError: The samples cannot be found, or have no loss of their own.
+        ValueError: The samples cannot be determined, or the loss of a single sample cannot be computed.
     """
     leg, checkpoint = journal.leg_of(step), nearest_checkpoint(journal, step)
     with program.trainer(journal, leg) as trainer:
@@ -80,7 +84,7 @@ def recomputed(journal: Journal, step: int, program: Program) -> tuple[list[Samp
 
 
 def one_by_one(data: Any, samples: StepSamples) -> Iterator[list[tuple[Any, Callable[[], Any]]]]:
-    """Yield for each rank its samples, each with a function that makes a batch of it alone."""
+    """Yield, for each rank, its samples, each with a function that builds a batch of only this sample."""
     for rank, own in enumerate(samples.by_rank):
         if isinstance(data, ShardedLoader):
             yield [(sample, partial(batch_of, data, [sample])) for sample in own]
@@ -90,14 +94,14 @@ def one_by_one(data: Any, samples: StepSamples) -> Iterator[list[tuple[Any, Call
 
 
 def batch_of(data: ShardedLoader, indices: list[Any]) -> Any:
-    """Return a batch of samples of a dataset, as the loader makes it."""
+    """Return a batch of dataset samples, built as the loader would build it."""
     dataset, collate = data.loader.dataset, data.loader.collate_fn
     whole = getattr(dataset, "__getitems__", None)
     return collate(whole(indices) if whole else [dataset[index] for index in indices])
 
 
 def whole_batch(data: Any, samples: StepSamples) -> Any:
-    """Return one batch of all samples of a step."""
+    """Return one batch with the samples of all ranks in a step."""
     if isinstance(data, ShardedLoader):
         return batch_of(data, [sample for own in samples.by_rank for sample in own])
     return _collated(data, [row for own in samples.rows for row in own])

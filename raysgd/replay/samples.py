@@ -1,4 +1,4 @@
-"""The samples of a step: which rank had which. Computed from the journal, and from the data where that is needed."""
+"""Finds which samples each rank had in a step, from the journal and, where necessary, from the program's data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raysgd.torch.data.sampling import ShardedLoader
 
 
 class NeedsProgramError(ValueError):
-    """The samples depend on what only the program knows: the user's own sampler, or the files of a stream."""
+    """The samples depend on something that only the program has: the user's own sampler, or the files of a stream."""
 
 
 class StreamRow(NamedTuple):
@@ -33,7 +33,7 @@ class StreamRow(NamedTuple):
 
     Attributes:
         shard: Name of the shard, such as the path of a file.
-        row: Number of the row in it, from 0.
+        row: Number of the row in the shard, from 0.
     """
 
     shard: str
@@ -48,8 +48,8 @@ class StepSamples:
     """The samples of a step.
 
     Attributes:
-        by_rank: For each rank, the samples in the order in which it had them: indices of the dataset, or `StreamRow`.
-        rows: The rows of a stream themselves, by rank; empty for a dataset.
+        by_rank: The samples of each rank, in training order: dataset indices, or `StreamRow` for a stream.
+        rows: The content of the stream rows of each rank; empty for a dataset.
     """
 
     by_rank: tuple[tuple[Any, ...], ...]
@@ -60,13 +60,13 @@ def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
     """Return the samples of a step.
 
     Args:
-        journal: The journal of the run.
+        journal: The run's journal.
         step: Number of the step.
-        data: The registered train data of the program; None if there is no program.
+        data: The training data that the program registered; None without a program.
 
     Raises:
-        NeedsProgramError: The samples cannot be found without `data`.
-        ValueError: The samples cannot be found, or `data` are not those of the run.
+        NeedsProgramError: The samples cannot be determined without `data`.
+        ValueError: The samples cannot be determined, or `data` differs from the run's data.
     """
     leg, begin = journal.leg_of(step), journal.begin_of(step)
     layout = leg.entry["data"]
@@ -86,7 +86,10 @@ def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
 
 
 def range_of(journal: Journal, step: int) -> tuple[Any, ...]:
-    """Return what the samples of a step follow from: the data, the pass, and the place in it. Draws no order."""
+    """Return a tuple that identifies a step's samples: the data, the pass, and the range within the pass.
+
+    Steps with equal tuples have the same samples of the same dataset. Avoids the slow drawing of the order.
+    """
     leg, begin = journal.leg_of(step), journal.begin_of(step)
     entry, layout = leg.entry, leg.entry["data"]
     data = tuple(str(layout.get(name)) for name in ("kind", "order", "seed", "num_samples", "stream", "name"))
@@ -117,7 +120,7 @@ def _order_of(layout: Mapping[str, Any], data: Any) -> SampleOrder:
 
 
 def plan_of(leg: Leg, indices: Indices) -> PassPlan:
-    """Return how a leg divided the rest of its pass."""
+    """Return the plan by which a leg sharded the rest of its pass."""
     entry, layout = leg.entry, leg.entry["data"]
     size, num_workers = layout["batch_size"], entry["num_workers"]
     bounds = indices.bounds if isinstance(indices, JoinedBatches) else None
@@ -144,7 +147,7 @@ def _plain(indices: Any) -> list[Any]:
 
 
 class _NamedRows(BatchMaker):
-    """Reads rows with their places, in batches that are lists."""
+    """Builds batches as lists of rows, each with its `StreamRow`."""
 
     def _batch(self, wanted: Sequence[LaneSlice]) -> Any:
         steps = self._pass.last_steps
@@ -157,7 +160,7 @@ def _of_stream(leg: Leg, batches: range, data: StreamData) -> StepSamples:
     data.check_position(position)
     of_pass, num_workers = data.open_pass(entry["pass"], layout["seed"]), entry["num_workers"]
     num_skipped, begin = batches.start, _begin_of(entry, layout)
-    if of_pass.is_known:  # then the position follows from the number of rows
+    if of_pass.is_known:  # lengths are known, so the position follows from the number of rows
         begin, num_skipped = StreamPosition(entry["consumed"] + batches.start * data.batch_size), 0
     by_rank: list[list[Any]] = [[] for _ in range(num_workers)]
     for number, rows in enumerate(_global_batches(of_pass, begin, data.batch_size)):
@@ -178,7 +181,7 @@ def _begin_of(entry: Mapping[str, Any], layout: Mapping[str, Any]) -> StreamPosi
 
 
 def _global_batches(of_pass: StreamPass, begin: StreamPosition, size: int) -> Iterator[list[Any]]:
-    """Yield the rows of each global batch. They come in the same order for any number of workers."""
+    """Yield the rows of each global batch. Their order does not depend on the number of workers."""
     watched, shares = range(of_pass.num_lanes), Division(size, 1)
     reader = GlobalReader(of_pass, shares, 0, begin, watched, lambda: _NamedRows(of_pass, watched, list))
     return (batch.batch for batch in reader)

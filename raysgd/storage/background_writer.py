@@ -1,4 +1,4 @@
-"""Writes files in a background thread, so that training does not wait for a disk."""
+"""Writes files in a background thread, so that training does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from raysgd.storage import files
 logger = logging.getLogger(__name__)
 
 Write = Callable[[str, Any], object]
-"""Writes a state, or anything else, to a path."""
+"""Function that writes an object, such as a state dict, to a path."""
 
 
 class SubmittedWrite:
     """A write that was submitted to a `BackgroundWriter`.
 
     Attributes:
-        is_done: True if it has ended, with or without an error.
-        seconds: Seconds that it took.
+        is_done: True once the write has finished or failed.
+        seconds: Duration of the write in seconds.
     """
 
     def __init__(self, writer: BackgroundWriter) -> None:
@@ -37,7 +37,7 @@ class SubmittedWrite:
         """Wait until the file is complete.
 
         Raises:
-            BaseException: The write failed. No other call raises this failure then.
+            BaseException: The write failed. No later call raises this error again.
         """
         self._writer._await(self)
 
@@ -45,10 +45,10 @@ class SubmittedWrite:
 class BackgroundWriter:
     """Writes checkpoint files in a background thread, one after the other, in the order of `submit`.
 
-    The thread lives only while there is something to write. It is not a daemon, so a program that ends still finishes
-    its writes. A failed write is logged at once, and raised once: by the next call of `submit`, `wait` or `close`. If
-    several failed, each of these calls raises one, oldest first. A state that was lost with its worker does not stop
-    later writes: only `wait` and `close` report it, unless another file was written since then.
+    The thread runs only while writes are queued. It is not a daemon thread, so a program finishes its writes before it
+    exits. A failed write is logged at once, and the next call of `submit`, `write`, `wait` or `close` raises the error.
+    After several failures, each of these calls raises one error, oldest first. A `WorkersLostError`, for a state that
+    was lost with its worker, is different: only `wait` and `close` raise it, and not after a later successful write.
     """
 
     def __init__(self) -> None:
@@ -59,14 +59,13 @@ class BackgroundWriter:
         self._is_closed = False
 
     def submit(self, path: str | os.PathLike[str], produce: Callable[[], Any], write: Write) -> SubmittedWrite:
-        """Queue the write of the result of `produce()` to `path`. `produce` runs in the background thread.
+        """Queue a write: in the background thread, call `produce` and write its result to `path`.
 
-        A relative `path` is relative to the present working directory. `write` must write a file completely or not at
-        all.
+        A relative `path` is resolved against the current working directory now. `write` must write the file atomically.
 
         Raises:
             ValueError: The writer is closed.
-            BaseException: An earlier write failed. Nothing was queued; call again to queue this one.
+            BaseException: An earlier write failed. Nothing was queued; call `submit` again to queue this write.
         """
         with self._changed:
             if self._is_closed:
@@ -74,17 +73,17 @@ class BackgroundWriter:
             self._raise_failure(passing=WorkersLostError)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
-                thread.start()  # its first step waits for the end of this block
+                thread.start()  # the thread first waits for the lock, which this block holds
                 self._thread = thread
             submitted = SubmittedWrite(self)
             self._jobs.append((submitted, files.absolute(path), produce, write))
             return submitted
 
     def write(self, path: str | os.PathLike[str], state: Any, write: Write) -> None:
-        """Write a file in this thread, after all submitted writes. Arguments as for `submit`.
+        """Write `state` to `path` in this thread, after all submitted writes.
 
         Raises:
-            BaseException: The error of this write or an earlier one.
+            BaseException: The error of this write or an earlier write.
         """
         self._drain()
         with self._changed:
@@ -93,10 +92,10 @@ class BackgroundWriter:
         self._make_up()
 
     def wait(self) -> None:
-        """Block until everything that was submitted is on the disk.
+        """Block until all submitted writes have finished.
 
         Raises:
-            BaseException: The error of a failed write, of its own class.
+            BaseException: The original error of a failed write.
         """
         self._drain()
         with self._changed:
@@ -119,30 +118,30 @@ class BackgroundWriter:
             thread.join()
 
     def close(self) -> None:
-        """Finish all writes and accept no more. Call it again for the errors of further failures.
+        """Finish all writes and accept no more. If several writes failed, each call raises one error.
 
         Raises:
-            BaseException: The error of a failed write, of its own class.
+            BaseException: The original error of a failed write.
         """
         with self._changed:
             self._is_closed = True
         self.wait()
 
     def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
-        """Raise the oldest failure whose class is not in `passing`."""
+        """Raise the oldest failure that is not an instance of `passing`, if any."""
         failure = next((each for each in self._failures if not isinstance(each, passing)), None)
         if failure is not None:
             self._failures.remove(failure)
             raise failure
 
     def _make_up(self) -> None:
-        """Note that a state was written, which is newer than all states that were lost with a worker before."""
+        """Discard the errors of states that were lost with a worker, because a newer state was written."""
         with self._changed:
             kept = [failure for failure in self._failures if not isinstance(failure, WorkersLostError)]
             self._failures = collections.deque(kept)
 
     def _work(self) -> None:
-        """Write until the queue is empty."""
+        """Run the queued writes until the queue is empty."""
         while True:
             with self._changed:
                 if not self._jobs:
@@ -152,7 +151,7 @@ class BackgroundWriter:
                 submitted, path, produce, write = self._jobs.popleft()
             began = time.perf_counter()
             failure = self._failure_of(path, produce, write)
-            del produce, write  # they may refer to something large
+            del produce, write  # they may hold references to large objects
             if failure is None:
                 self._make_up()
             with self._changed:
@@ -164,7 +163,7 @@ class BackgroundWriter:
             del failure, submitted
 
     def _failure_of(self, path: str, produce: Callable[[], Any], write: Write) -> BaseException | None:
-        """Write a file. Return the error, if any."""
+        """Write a file. Return the error, or None if the write succeeded."""
         try:
             write(path, produce())
         except BaseException as error:  # a later call raises it
@@ -176,7 +175,7 @@ class BackgroundWriter:
 
 
 def _forget_variables(error: BaseException | None) -> None:
-    """Clear the variables in the tracebacks of an error and its causes, because they may hold the whole state."""
+    """Clear the local variables in the tracebacks of an error and its causes, which may hold the whole state."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,7 +1,7 @@
-"""Makes one worker's batches: in the worker when they are needed, or ahead of time in loader processes.
+"""Builds one worker's batches: on demand in the worker, or ahead of time in loader processes.
 
-Each loader process reads some of the worker's lanes. It is forked, so nothing of the stream has to be pickled. It holds
-no state that matters: after a failure, the batches that it made in advance are made again.
+Each loader process reads some of the worker's lanes. It is forked, so the stream does not need to be picklable. It
+holds no state that must be saved: after a failure, prefetched batches are rebuilt.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _MOST_BEHIND = 4096
 
 
 class Collate(Protocol):
-    """Makes batches of rows."""
+    """Combines rows into batches."""
 
     def __call__(self, rows: list[Any]) -> Any:
-        """Return a batch of some rows."""
+        """Combine rows into a batch."""
 
     def join(self, batches: list[Any]) -> Any:
-        """Combine batches with different rows into one."""
+        """Concatenate batches into one batch."""
 
     def begin_process(self) -> None:
-        """Called first in a loader process."""
+        """Prepare a loader process. Called first in each process."""
 
 
 class BatchOrder(NamedTuple):
-    """An order for batches of one global batch.
+    """A request for the worker's batches of one global batch.
 
     Attributes:
-        batches: For each of the worker's batches, its rows as slices of lanes; empty for a batch without rows.
-        counts: Number of rows of each lane in the global batch.
-        places: Place of each lane before the global batch.
-        num_seen: How far to look ahead in the watched lanes after the global batch; 0 for not at all.
+        batches: The rows of each of the worker's batches, as slices of lanes. Empty for a batch without rows.
+        counts: Number of rows that the global batch takes from each lane.
+        places: Position of each lane before the global batch.
+        num_seen: Number of rows to look ahead in each watched lane after the global batch; 0 to not look ahead.
     """
 
     batches: Sequence[Sequence[LaneSlice]]
@@ -61,11 +61,11 @@ class BatchOrder(NamedTuple):
 
 
 class MadeBatches(NamedTuple):
-    """The answer to an order.
+    """The answer to a `BatchOrder`.
 
     Attributes:
-        batches: The batches; None for one without rows.
-        found: For each watched lane, the number of rows left, up to `num_seen`, and its position.
+        batches: The ordered batches; None in place of a batch without rows.
+        found: For each watched lane, its position and the number of rows left in it, counted up to `num_seen`.
     """
 
     batches: list[Any]
@@ -73,16 +73,16 @@ class MadeBatches(NamedTuple):
 
 
 class BatchMaker:
-    """Reads lanes and makes batches of their rows when they are needed. Opens a lane when a row of it is needed.
+    """Reads lanes and builds batches on demand. Opens each lane at the first request for one of its rows.
 
     Args:
-        of_pass: The pass.
-        watched: The lanes whose ends to watch. Rows of neighboring lanes are read, too: if a share ends inside a lane,
-            two workers read that lane.
-        collate: Makes a batch of a list of rows.
+        of_pass: The pass over the stream.
+        watched: The lanes whose ends this worker watches. It also reads rows of neighboring lanes: if its part of a
+            global batch ends inside a lane, two workers read that lane.
+        collate: Combines a list of rows into a batch.
 
     Attributes:
-        num_ahead: How many global batches to order before they are needed.
+        num_ahead: Number of global batches to order in advance.
     """
 
     num_ahead = 0
@@ -90,32 +90,33 @@ class BatchMaker:
     def __init__(self, of_pass: StreamPass, watched: range, collate: Callable[[list[Any]], Any]) -> None:
         self.watched = watched
         self._pass, self._collate = of_pass, collate
-        self._places: Sequence[Place] = ()  # at the start of the present global batch
+        self._places: Sequence[Place] = ()  # positions of the lanes at the start of the current global batch
         near = range(max(0, watched.start - _NUM_NEIGHBORS), min(of_pass.num_lanes, watched.stop + _NUM_NEIGHBORS))
         self._opened = of_pass.open_shards(near)
         self._readers: dict[int, LaneReader] = {}
-        self._passed: dict[int, int] = {}  # rows read of the present global batch; negative if a lane is behind
+        # For each open lane, the number of rows read in the current global batch. Negative if the lane is behind.
+        self._passed: dict[int, int] = {}
         self._orders: deque[BatchOrder] = deque()
 
     def order(self, order: BatchOrder) -> None:
-        """Add an order. Orders are answered in the same sequence."""
+        """Queue an order. Orders are answered first in, first out."""
         self._orders.append(order)
 
     def receive(self) -> MadeBatches:
-        """Return the answer to the oldest open order."""
+        """Return the answer to the oldest unanswered order."""
         return self.make(self._orders.popleft())
 
     def end_loading(self) -> None:
-        """Do nothing: open shards close by themselves."""
+        """Do nothing: open shards are closed when they are garbage-collected."""
 
     def make(self, order: BatchOrder) -> MadeBatches:
-        """Make the batches of an order."""
+        """Build the batches of an order."""
         self._places = order.places
         batches = [self._batch(wanted) if wanted else None for wanted in order.batches]
         for lane in list(self._readers):
             self._passed[lane] -= order.counts[lane]
             if self._passed[lane] < -_MOST_BEHIND and lane not in self.watched:
-                del self._readers[lane], self._passed[lane]  # reopening it is cheaper than reading on
+                del self._readers[lane], self._passed[lane]  # reopening the lane is cheaper than catching up
         found = [self._peek(lane, order.num_seen) for lane in self.watched] if order.num_seen else []
         return MadeBatches(batches, found)
 
@@ -127,8 +128,8 @@ class BatchMaker:
         return collated(self._collate, rows, places)
 
     def rows(self, wanted: Sequence[LaneSlice]) -> Iterator[tuple[str, int, Any]]:
-        """Yield the shard, the number in it and the content of each of some rows, before the steps after filters."""
-        for lane, start, stop in wanted:  # slices of one lane come in the order of its rows
+        """Yield the shard, number and content of each row, before the pipeline steps that follow the last filter."""
+        for lane, start, stop in wanted:  # slices of the same lane are in row order
             reader = self._reader(lane)
             reader.skip(start - self._passed[lane])
             self._passed[lane] = stop
@@ -136,7 +137,7 @@ class BatchMaker:
                 yield reader.names[part], number, row
 
     def _peek(self, lane: int, num_rows: int) -> tuple[int, LanePosition]:
-        """Return how many rows a lane has left, up to a number, and its position at the start of a global batch."""
+        """Return the number of rows left in a lane, up to `num_rows`, and the lane's position after a global batch."""
         reader = self._reader(lane)
         reader.skip(-self._passed[lane])
         self._passed[lane] = 0
@@ -152,14 +153,14 @@ class BatchMaker:
 
 
 def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Sequence[str]) -> Any:
-    """Return a batch of rows. `places` names each row for errors.
+    """Combine rows into a batch. `places` describes the origin of each row for error messages.
 
     Raises:
-        StreamError: `collate` failed. The message names the first row whose form differs from row 0.
+        StreamError: `collate` failed. The message names the first row whose structure differs from the first row's.
     """
     try:
         return collate(rows)
-    except Exception as error:  # a function of the user or of a framework may raise anything
+    except Exception as error:  # user or framework code may raise anything
         first, forms = dict(_forms(rows[0])), [dict(_forms(row)) for row in rows]
         odd = next((number for number, each in enumerate(forms) if each != first), None)
         where = f"{places[0]}, to {places[-1]}"
@@ -172,7 +173,7 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
 
 
 def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
-    """Yield the name of each field of a row and the kind of its value."""
+    """Yield the name of each field of a row, recursively, and a description of its value's type and shape."""
     named = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, tuple | list) else ()
     of_array = f" of shape {tuple(row.shape)} and type {row.dtype}" if hasattr(row, "shape") else ""
     of_several = f" of {len(row)}" if isinstance(row, Mapping | tuple | list) else ""
@@ -182,12 +183,12 @@ def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
 
 
 class LoaderProcesses:
-    """Several processes that make parts of each batch in parallel.
+    """Several processes that build parts of each batch in parallel. Has the same interface as `BatchMaker`.
 
     Args:
-        makers: What each process makes, in the order of lanes.
-        join: Combines the parts that have rows into one batch.
-        num_ahead: How many global batches to make in advance.
+        makers: One batch maker for each process, in lane order.
+        join: Combines the parts of a batch into one batch. Parts without rows are left out.
+        num_ahead: Number of global batches to build in advance.
         begin: Called first in each process.
     """
 
@@ -232,7 +233,7 @@ class _LoaderProcess:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(maker, theirs, begin), name="raysgd-loader", daemon=True)
         self._process.start()
-        theirs.close()  # so that the worker notices if the process ends
+        theirs.close()  # only the process may hold this end, so that the worker notices when the process ends
 
     def send(self, order: BatchOrder) -> None:
         try:
@@ -256,14 +257,14 @@ class _LoaderProcess:
         return StreamError(f"a loader process {how}. If it ran out of memory, use fewer, or a smaller `prefetch`.")
 
     def kill(self) -> None:
-        self._process.kill()  # it may be busy for long, and holds nothing that is needed
+        self._process.kill()  # it may be busy for a long time, and has no state to save
         self._process.join()
         self._process.close()
         self._connection.close()
 
 
 def _serve(maker: BatchMaker, connection: Connection[Any, BatchOrder], begin: Callable[[], None]) -> None:
-    """Answer orders until the process is killed. A thread sends the answers, so they may wait here."""
+    """Answer orders until the process is killed. A thread sends the answers, so building continues meanwhile."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
@@ -291,8 +292,8 @@ def _send(connection: Connection[Any, BatchOrder], answers: SimpleQueue[Any]) ->
 
 
 def end_with_parent() -> None:
-    """End this process as soon as its parent is gone. Does nothing on systems that cannot report that (Linux can)."""
-    gc.freeze()  # garbage of the parent may refer to threads that do not exist here
+    """Exit this process once its parent has exited. Does nothing on systems without `os.pidfd_open`, unlike Linux."""
+    gc.freeze()  # garbage inherited from the parent may refer to threads that do not exist here
     try:
         handle = os.pidfd_open(os.getppid())  # type: ignore[attr-defined, unused-ignore]
     except (AttributeError, OSError):
@@ -309,10 +310,10 @@ def end_with_parent() -> None:
 
 
 class ArrayCollate:
-    """Stacks corresponding values of rows. Rows may be nested tuples, lists and dicts.
+    """Stacks the corresponding values of all rows. Rows may be nested tuples, lists and dicts.
 
     Args:
-        as_array: Turns a list of values into a column.
+        as_array: Converts a list of values to an array.
     """
 
     def __init__(self, as_array: Callable[[Any], Any] = np.asarray) -> None:
@@ -322,15 +323,15 @@ class ArrayCollate:
         return _built(rows, self._as_array)
 
     def join(self, batches: list[Any]) -> Any:
-        """Combine batches into one."""
+        """Concatenate batches into one batch."""
         return batches[0] if len(batches) == 1 else _built(batches, np.concatenate)
 
     def begin_process(self) -> None:
-        """Do nothing."""
+        """Do nothing: NumPy needs no preparation."""
 
 
 def _built(parts: list[Any], leaf: Callable[[Any], Any]) -> Any:
-    """Return the common structure of all parts, with each leaf made of theirs."""
+    """Return a structure like that of each part, whose leaves combine the corresponding leaves of all parts."""
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: _built([part[name] for part in parts], leaf) for name in first}

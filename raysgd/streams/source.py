@@ -1,4 +1,4 @@
-"""A stream as the data of one worker: its shards, the worker's batches in each pass, and positions in saved states."""
+"""A stream as one worker's data source: the shards, the worker's batches in each pass, and the saved positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysgd.streams.loaders import BatchLoader, BatchMaker, Collate, LoaderProce
 from raysgd.streams.stream import DROPPED, Pipeline, RowSteps, Shard, Stream, check_shards
 
 Divide: TypeAlias = Callable[[int, int], Shares]
-"""Makes an object that divides global batches, given the size of one and the number of workers."""
+"""Returns an object that splits global batches over workers. Takes the global batch size and the number of workers."""
 _NUM_POSITIONS = 64
 _WHEN_TRAINED = 2
 
@@ -30,9 +30,9 @@ class StreamData:
 
     Attributes:
         loader: The stream.
-        shards: Its shards.
-        divide: Divides global batches.
-        is_training: True if a worker without rows in a global batch repeats some.
+        shards: The stream's shards.
+        divide: Splits global batches over the workers.
+        is_training: True for training, where a worker without rows in a global batch gets repeated rows as padding.
     """
 
     loader: Pipeline
@@ -48,7 +48,7 @@ class StreamData:
 
     @property
     def num_rows(self) -> int | None:
-        """Number of rows in the global batches of a pass; None if it is not known."""
+        """Number of rows in the global batches of a pass; None if it is unknown."""
         num_rows = self.loader.num_rows(self.shards)
         if num_rows is None or not self.loader.drop_last:
             return num_rows
@@ -62,12 +62,12 @@ class StreamData:
 
     @property
     def signature(self) -> str:
-        """What must be equal on all ranks so that they read the same stream."""
+        """Description of the shards and the batch size. It must be identical on all ranks."""
         return f"{len(self.shards)} shards {self.digest} in global batches of {self.batch_size}"
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """What a saved position depends on, in plain values: the settings that order rows, and the shards."""
+        """The shards, and the settings that determine the row order, as plain data. Saved positions depend on them."""
         loader = self.loader
         return {
             "buffer and seed of `shuffle`": [loader.buffer, loader.seed],
@@ -78,10 +78,10 @@ class StreamData:
         }
 
     def check_position(self, position: Mapping[str, Any]) -> None:
-        """Refuse a position inside a pass over another stream. A position between two passes fits every stream.
+        """Check that a saved position is valid for this stream. A position between two passes fits every stream.
 
         Raises:
-            ValueError: The shards or the order of their rows have changed, or the position is damaged.
+            ValueError: The shards or the row order have changed, or the position is damaged.
         """
         if not position["is_mid_pass"]:
             return
@@ -112,8 +112,8 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
 
     Args:
         stream: The stream.
-        name: The name under which it was registered: "train" or "validation".
-        divide: Divides global batches.
+        name: "train" or "validation": what the stream was registered for.
+        divide: Splits global batches over the workers.
         world_size: Number of workers.
 
     Raises:
@@ -134,10 +134,10 @@ def stream_data(stream: Stream, name: str, divide: Divide, world_size: int) -> S
 
 
 def check_batched(stream: Stream, what: str) -> Pipeline:
-    """Return the stream if it has a batch size.
+    """Return the stream, after checking that it has a batch size.
 
     Raises:
-        ValueError: It has none.
+        ValueError: The stream has no batch size.
     """
     if not isinstance(stream, Pipeline) or stream.batch_size is None:
         raise ValueError(
@@ -148,15 +148,15 @@ def check_batched(stream: Stream, what: str) -> Pipeline:
 
 
 def check_stream_of_call(stream: Stream, name: str, obstacle: str | None) -> None:
-    """Check a stream that was passed to a call.
+    """Check a stream that was passed as an argument of a trainer's method.
 
     Args:
         stream: The stream.
         name: Name of the argument.
-        obstacle: Why the trainer cannot use a stream; None if it can.
+        obstacle: Why the trainer cannot use streams; None if it can.
 
     Raises:
-        ValueError: The stream cannot be used.
+        ValueError: The trainer cannot use streams, or the stream has no batch size.
     """
     if obstacle is not None:
         raise ValueError(f"`{name}=` got {obstacle}")
@@ -190,7 +190,7 @@ class StreamGroup(Protocol):
         """Number of workers."""
 
     def adding(self) -> StartSum:
-        """Return a function that starts sums over all workers. Raise an error if they cannot exchange numbers."""
+        """Return a function that starts an all-reduce. Raise an error if the workers cannot communicate."""
 
 
 class StreamSource:
@@ -198,16 +198,16 @@ class StreamSource:
 
     Args:
         data: The stream.
-        ranks: The workers.
-        seed: Seed of the order of every pass, the same on all ranks.
-        collate: Makes a batch of a list of rows.
-        item: Makes what is yielded, from: the batch, the weight of its gradient, its number of rows that count, that of
-            all ranks, if a global step begins with it, if one ends with it, the seeds of a logical shard, and if the
-            pass ends.
+        ranks: The workers that read the stream together.
+        seed: Seed for the row order of every pass. It must be identical on all ranks.
+        collate: Combines a list of rows into a batch.
+        item: Builds the yielded items. Called with the batch, its gradient weight, its number of rows that count, the
+            number of rows of all ranks, whether it is the first batch of a global step, whether it is the last, the
+            seeds of its logical shard, and whether the pass ends.
         no_batch: Yielded in place of a batch without rows.
 
     Attributes:
-        left_out: Number of rows of the pass that could not be read and were left out.
+        left_out: Number of rows of the pass that were left out because they could not be read.
     """
 
     is_divided: ClassVar[bool] = True
@@ -232,13 +232,13 @@ class StreamSource:
 
     @property
     def most_batches(self) -> int:
-        """Number of batches that a rank takes one after the other in a global step."""
+        """Number of successive batches that a rank takes in a global step."""
         shares: Any = self._shares
         return int(shares.num_batches(self.data.batch_size))
 
     @property
     def num_shards(self) -> int:
-        """Number of logical shards of a global batch; 0 if it is divided by ranks."""
+        """Number of logical shards of a global batch; 0 if global batches are split by rank."""
         return getattr(self._shares, "num_shards", 0)
 
     @property
@@ -246,7 +246,7 @@ class StreamSource:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
     def join(self, ranks: StreamGroup) -> None:
-        """Join a group of workers. They exchange what they see of their lanes if lengths are not known."""
+        """Join a group of workers. If lane lengths are unknown, the ranks all-reduce what they see of the lanes."""
         self._ranks = ranks
         is_needed = ranks.world_size > 1 and not self.data.open_pass(0, self.seed).is_known
         self._start_sum = ranks.adding() if is_needed else alone
@@ -300,20 +300,20 @@ class StreamSource:
             logger.warning("epoch %d was to continue after %d rows, and has none left", pass_index + 1, consumed)
 
     def _own_items(self, of_pass: StreamPass) -> Iterator[Any]:
-        """Yield items of an evaluation of unknown length. Each rank reads the rows of the lanes that it watches."""
+        """Yield the items of an evaluation of unknown length. Each rank reads only the lanes that it watches."""
         size, watched = -(-self.data.batch_size // self._ranks.world_size), self._watched(of_pass)
         loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
         for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
             yield self._item(batch.batch, 1.0, batch.num_rows, batch.num_rows)
 
     def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
-        """Return the seed of a logical shard, which depends on its first row, and the seed after the last shard."""
+        """Return the random seeds for a logical shard, based on its first row, and for after the step's last shard."""
         places = (consumed + batch.start, consumed)
         own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
         return own, of_step
 
     def _note(self, batch: StreamBatch) -> None:
-        """Keep the position after a global batch. The training says later how many of these steps are done."""
+        """Store the position after a global batch. Training reports later how many of these steps are done."""
         num_rows = batch.after.num_rows
         self._positions[num_rows], self.left_out = batch.after, batch.after.left_out
         if len(self._positions) > _NUM_POSITIONS:
@@ -324,34 +324,34 @@ class StreamSource:
                 logger.warning("%d rows could not be read and were left out of this pass", self.left_out)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return, as plain data, what finds the rows of a step again; see `raysgd.journal`."""
+        """Return plain data from which a step's rows can be determined later. See `raysgd.journal`."""
         return {"kind": "stream", "batch_size": self.data.batch_size, **self.state(consumed, is_mid_pass)}
 
     @property
     def num_samples(self) -> int | None:
-        """Number of rows of the pass, of all ranks, if known."""
+        """Number of rows of the pass over all ranks; None if it is unknown."""
         return self._end
 
     def num_steps(self) -> int | None:
-        """Return the number of steps of the pass since it was opened, if known."""
+        """Return the number of steps in the pass, counted from where it was opened; None if it is unknown."""
         return None if self._end is None else -(-(self._end - self._opened_at) // self.data.batch_size)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return how many rows of the pass all ranks have used after `num_steps` steps since it was opened."""
+        """Return how many rows of the pass all ranks have used, `num_steps` steps after it was opened."""
         rows = self._opened_at + num_steps * self.data.batch_size
         return rows if self._end is None else min(rows, self._end)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return what a saved position contains in addition to the number of rows."""
+        """Return the fields of a saved position, except for the number of rows."""
         position = self._positions.get(consumed, StreamPosition(consumed))
         lanes = None if position.lanes is None else [list(lane) for lane in position.lanes]
         return {"seed": self.seed, "stream": self.data.origin, "turn": position.turn, "lanes": lanes}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Restore a saved position. A pass that stopped there can continue.
+        """Restore a saved position. Return True: the pass can always continue from it.
 
         Raises:
-            ValueError: It is in the middle of a pass over another stream.
+            ValueError: The position is in the middle of a pass over a different stream, or it is damaged.
         """
         self.data.check_position(position)
         self.seed, self._positions = position["seed"], {}
@@ -372,15 +372,15 @@ def _only(parts: list[Any]) -> Any:
 
 
 class BatchesInOrder:
-    """Batches of all rows. `drop_last` has no effect, so that no row is lost.
+    """Iterates over all rows of a stream in order, in batches, for prediction. Ignores `drop_last` so no row is lost.
 
     Args:
         stream: The stream.
-        size: Returns the size of a batch, given that of the stream or None.
-        collate: Makes a batch of a list of rows.
+        size: Returns the batch size, given the stream's batch size or None.
+        collate: Combines a list of rows into a batch, unless the stream has its own function.
 
     Attributes:
-        num_batches: Number of batches; None if it is not known.
+        num_batches: Number of batches; None if it is unknown.
 
     Raises:
         ValueError: The stream is shuffled.

@@ -1,7 +1,7 @@
-"""`TorchTrainer`: the driver's handle on N replicas of a `TrainingOperator`.
+"""`TorchTrainer`: the driver's handle on the replicas of a `TrainingOperator`.
 
-A front end: it checks arguments, turns calls into requests for the engine, and merges the answers. The engine handles
-workers, Ray and failures.
+The trainer is a front end: it checks arguments, turns calls into requests to the engine, and merges the workers'
+results. The engine handles workers, Ray and failures.
 """
 
 from __future__ import annotations
@@ -55,77 +55,79 @@ from raysgd.trainer.worker.state.replica_state import RESUME, place_in
 
 @hide_library_frames
 class TorchTrainer(ClassTrainer[OperatorT]):
-    """Trains a `TrainingOperator` on one or many workers.
+    """Trains a `TrainingOperator` on one or more workers.
 
     Args: What is trained
         training_operator_cls: The operator class, not an instance.
-        config: Passed to the operator. The key `BATCH_SIZE` may hold the batch size of all workers together.
-        seed: Seed of initial weights, the order of the data and random numbers; an integer, 0 or more. The global
-            generators are seeded in each worker: equally before `setup`, then differently in each worker.
-        add_dist_sampler: True to divide registered loaders over map-style datasets over the workers.
+        config: Dict passed to the operator. The key `BATCH_SIZE` may hold the total batch size of all workers.
+        seed: Nonnegative integer seed for initial weights, data order and random numbers. Each worker's global random
+            generators get the same seed before `setup`, and a different seed per worker after it.
+        add_dist_sampler: True to shard registered loaders over map-style datasets over the workers.
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
             never.
         use_tqdm: True to show a progress bar in `train`.
 
     Args: Where it runs
-        num_workers: Number of workers. After failures there may be fewer for a while.
-        num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
-        use_gpu: True to reserve GPUs for each worker; "auto" to do so if the driver sees one.
-        num_gpus_per_worker: Number of GPUs for each worker, with `use_gpu`. With a fraction, workers share a GPU, over
-            gloo.
-        resources_per_worker: Custom resources of Ray for each worker, such as `{"fast_disk": 1}`.
-        accelerator_type: The kind of GPU that workers need, by its name in Ray, such as "A100".
-        placement_strategy: "PACK" puts workers on as few nodes as possible, "SPREAD" on as many. None packs workers
-            with GPUs, so that most of their traffic stays inside a node, and spreads others.
-        runtime_env: Ray's runtime environment of the worker processes; None for that of the job. It does not apply to
-            a worker in the driver.
-        initialization_hook: Called without arguments in each worker process before anything else, for example to set
-            environment variables.
+        num_workers: Number of workers. The group may be smaller for a while after failures.
+        num_cpus_per_worker: CPUs to reserve for each worker. Also sets the worker's number of threads.
+        use_gpu: True to reserve GPUs for each worker; "auto" to reserve them if the driver sees a GPU.
+        num_gpus_per_worker: Number of GPUs for each worker, with `use_gpu`. With a fraction, workers share a GPU and
+            communicate over gloo.
+        resources_per_worker: Custom Ray resources for each worker, such as `{"fast_disk": 1}`.
+        accelerator_type: Ray's name for the type of GPU that workers need, such as "A100".
+        placement_strategy: "PACK" to use as few nodes as possible, "SPREAD" to use as many as possible. None packs
+            workers with GPUs, so that most of their traffic stays inside a node, and spreads workers without GPUs.
+        runtime_env: Ray runtime environment of the worker processes. Default: the job's environment. A worker in the
+            driver ignores it.
+        initialization_hook: Function without arguments, called first in each worker process. Use it, for example, to
+            set environment variables.
         backend: "nccl", "gloo", "auto" (NCCL if each worker has a GPU, otherwise gloo), or "horovod", which you must
             build first with `python -m raysgd.horovod.install`.
-        timeout_s: Seconds that a collective may take. With NCCL, the default is the environment variable
+        timeout_s: Timeout of a collective in seconds. With NCCL, the default is the environment variable
             NCCL_TIMEOUT_S.
-        use_local: True to run rank 0 in this process. With `num_workers=1` you do not need Ray, and can use a debugger.
-        detached: A name, or a `raysgd.Detached`, to let the trainer outlive this program. You then get a handle with
-            the same methods. See `docs/detached.md`.
+        use_local: True to run rank 0 in this process. With `num_workers=1`, the trainer does not use Ray, and you can
+            attach a debugger.
+        detached: A name or a `raysgd.Detached`, to let the trainer outlive this program. The constructor then returns a
+            handle with the same methods. See `docs/detached.md`.
 
     Args: What a step computes
-        strategy: How the workers' models are kept equal: "ddp" (`DistributedDataParallel`, or with Horovod its
-            `DistributedOptimizer`), "fsdp" (models and optimizer states are divided over the workers), or "none" (the
-            operator does it). None means "ddp".
+        strategy: How the workers' models stay in sync. "ddp": `DistributedDataParallel`, or `DistributedOptimizer` with
+            Horovod. "fsdp": models and optimizer states are sharded over the workers. "none": the operator synchronizes
+            them. None means "ddp".
         strategy_options: For "fsdp": `min_block_parameters`, `reshard_after_forward`, `mp_policy`, `offload_policy`.
-        wrap_ddp: False is the older way to say `strategy="none"`.
-        use_fp16: True for PyTorch's own mixed precision on GPUs, "apex" for Apex.
-        precision: "fp32", "fp16", "bf16" (PyTorch's own mixed precision, also on CPUs) or "apex"; instead of
+        wrap_ddp: False is the older form of `strategy="none"`.
+        use_fp16: True for PyTorch's native mixed precision on GPUs, "apex" for Apex.
+        precision: "fp32", "fp16", "bf16" (PyTorch's native mixed precision, on GPUs and CPUs) or "apex". Replaces
             `use_fp16`.
-        split_batches: False: the batch size of a loader is for one worker. True: it is for all workers together, like
-            `config[BATCH_SIZE]`. It is divided as evenly as possible, and stays constant when the number of workers
-            changes. With DDP.
-        micro_batch_size: Largest number of samples of a split batch that fits into a worker. A worker with a larger
-            share takes it in several batches, whose gradients add up to one step.
-        deterministic: True to get weights with the same bits whatever happens to workers, as on `num_workers` workers
-            without failures; see `docs/operator.md`. With DDP. On GPUs, the kernels must be deterministic, too.
-        accumulate_grad_batches: Number of batches in an optimizer step. Its gradient is that of one large batch.
-        clip_grad_norm: Largest norm of all gradients of an optimizer; None for no limit.
-        clip_grad_value: Largest absolute value of each number in the gradients; None for no limit.
-        sync_batchnorm: True to compute the statistics of batch norms over the batches of all workers. Needs GPUs.
-        compile: True to compile models with `torch.compile`, or a dict of options for it.
-        activation_checkpointing: True to compute the elements of `ModuleList` and `Sequential` again in the backward
-            pass instead of keeping their activations. Saves memory.
+        split_batches: False: a loader's batch size applies to one worker. True: it is the total of all workers, like
+            `config[BATCH_SIZE]`. The total is split as evenly as possible, and stays constant when the number of
+            workers changes. Requires DDP.
+        micro_batch_size: Maximum number of samples of a split batch that a worker processes at once. A worker with more
+            samples processes them in several batches and accumulates the gradients for one step.
+        deterministic: True for bitwise the same weights as `num_workers` workers without failures, even if workers are
+            lost or added. See `docs/operator.md`. Requires DDP and, on GPUs, deterministic kernels.
+        accumulate_grad_batches: Number of batches to accumulate per optimizer step. The gradient equals that of one
+            large batch.
+        clip_grad_norm: Maximum total norm of an optimizer's gradients; None for no limit.
+        clip_grad_value: Maximum absolute value of each gradient element; None for no limit.
+        sync_batchnorm: True to compute batch norm statistics over the batches of all workers. Requires GPUs.
+        compile: True to compile models with `torch.compile`, or a dict of options for `torch.compile`.
+        activation_checkpointing: True to save memory by recomputing the elements of `ModuleList` and `Sequential` in
+            the backward pass instead of storing their activations.
 
     Args: What follows a failure
-        recovery: Rules for failures: timeouts, restarts and snapshots; a `raysgd.Recovery`.
-        min_workers: Wait for resources if there are fewer workers than this.
-        spare_workers: Number of extra workers that are ready to replace lost ones. Meanwhile they validate while the
-            others train, for `validate(blocking=False)` and `fit(validate="async")`: each validation runs on one of
-            them. They occupy resources.
+        recovery: A `raysgd.Recovery` with the timeouts, restarts and snapshots for failures.
+        min_workers: Minimum number of workers. With fewer, training waits for resources.
+        spare_workers: Number of extra workers that stand by to replace lost workers. Spares occupy resources.
+            Meanwhile, they can validate while the group trains, with `validate(blocking=False)` or
+            `fit(validate="async")`; each validation runs on one spare.
 
     Raises:
-        ValueError, TypeError: An argument is wrong; nothing was started.
-        ImportError: `backend` or `use_fp16` needs a package that is missing; nothing was started.
-        DeprecationWarning: An argument of older versions was passed.
-        ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
-        WorkerError: The user's `setup` failed. The error is also an instance of the class that it raised.
+        ValueError, TypeError: An argument is invalid; nothing was started.
+        ImportError: `backend` or `use_fp16` needs a package that is not installed; nothing was started.
+        DeprecationWarning: An argument of an older version was passed.
+        ReservationTimeoutError: The cluster did not grant the resources. A `TimeoutError`.
+        WorkerError: The user's `setup` failed. The error is also an instance of the original exception's class.
 
     Examples:
         >>> from raysgd.operators import ClassificationOperator  # doctest: +SKIP
@@ -252,11 +254,11 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         self._shows_progress = use_tqdm
         arguments.warn_of_unused_gpus(asked)
 
-    if not TYPE_CHECKING:  # type checkers use `__init__`
+    if not TYPE_CHECKING:  # type checkers take the signature from `__init__`
 
         @wraps(__init__, assigned=())  # keeps the signature of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Return a trainer, or with `detached` a handle on a trainer that outlives this program."""
+            """Return a trainer or, with `detached`, a handle on a trainer that outlives this program."""
             if not args and "training_operator_cls" not in kwargs and cls.__init__ is TorchTrainer.__init__:
                 arguments.refuse_other_name(kwargs)  # without the class, Python would not call `__init__`
                 arguments.take_creators(kwargs)
@@ -269,7 +271,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             return handle
 
     def _divide(self, options: BatchOptions) -> BatchOptions:
-        """Return how global batches are divided. One process that repeats a step of several divides them like those."""
+        """Return how to split global batches. A replay overrides it to split them as the original workers did."""
         return options
 
     @property
@@ -279,7 +281,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
     @property
     def wrap_ddp(self) -> bool:
-        """True if models are wrapped in `DistributedDataParallel`. An older form of `strategy`."""
+        """True if the strategy is "ddp". An older form of `strategy`."""
         return self.strategy == "ddp"
 
     def _make_connection(self) -> Connection:
@@ -325,7 +327,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
 
     def _after_evaluation(self) -> None:
-        self._controller.snapshots.touch_ranks()  # random states, which `save` writes, may have changed
+        self._controller.snapshots.touch_ranks()  # evaluation may have changed the random states, which `save` writes
 
     @property
     def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
@@ -335,7 +337,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return call_data.source_to_predict(data, asked)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state: epoch, operator, models, optimizers, schedulers, and mixed precision."""
+        """Return a copy of the training state: epoch, operator, models, optimizers, schedulers, and mixed precision."""
         state = divided_state.whole(self._snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
@@ -353,33 +355,33 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         whole: bool = False,
         frozen: bool = False,
     ) -> Any:
-        """Write the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
+        """Save the training state from the driver, atomically and with a checksum. `torch.load` can read the file.
 
-        With `strategy="fsdp"`, it writes a folder with a file of each worker, so that no process needs the whole state.
-        The path must be on a file system that all workers and the driver share. `load` reads the folder into any
-        number of workers.
+        With `strategy="fsdp"`, `save` writes a folder with one file per worker, so that no process needs the whole
+        state. The path must be on a file system that the driver and all workers share. `load` can read the folder into
+        any number of workers. The folder is complete when `save` returns, even with `blocking=False`.
 
         Args:
-            checkpoint: Path, or URI of a file in a store, such as `s3://bucket/last.pt`.
+            checkpoint: A path, or the URI of a file in cloud storage, such as `s3://bucket/last.pt`.
             blocking: False to return at once. The state is copied before the next call can change it, then sent and
-                written in the background. The next `save` or `shutdown` raises if that fails. If rank 0 is lost before
-                the state is sent, the file is not written: the log says so, and `shutdown` raises unless a later `save`
-                has succeeded.
-            weights_only: False to allow any object in the operator's own state. Such a file needs `load(...,
-                weights_only=False)`.
-            format: "torch" for the whole state, "safetensors" for the weights of the models only.
-            whole: True to gather divided models in the driver and write one file. This is always so with "safetensors",
-                and for a URI. A folder is complete when `save` returns, also with `blocking=False`.
-            frozen: True to also write frozen parameters that `setup` makes again (`remakes_frozen`).
+                written in the background. If that fails, the next `save` or `shutdown` raises. If rank 0 is lost before
+                it has sent the state, the file is not written: a message is logged, and `shutdown` raises unless a
+                later `save` has succeeded.
+            weights_only: False to allow arbitrary objects in the operator's own state. Load such a file with
+                `load(..., weights_only=False)`.
+            format: "torch" for the whole state, "safetensors" for the model weights only.
+            whole: True to gather sharded models in the driver and write one file. Always the case for "safetensors" and
+                URIs.
+            frozen: True to include the frozen parameters that `setup` recreates (`remakes_frozen`).
 
         Returns:
-            `checkpoint`.
+            The `checkpoint` argument.
 
         Raises:
             ImportError: safetensors is not installed.
-            ValueError: The operator's own state could not be loaded back; the message names the key. Or the URI does
+            ValueError: The operator's own state could not be loaded back (the message names the key), or the URI does
                 not name a file.
-            OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
+            OSError: The file could not be written. For a URI, a `StorageError`. The training state is unaffected.
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole, frozen=frozen)
@@ -411,23 +413,24 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         strict: bool = True,
         parts: Sequence[str] | None = None,
     ) -> LoadReport | Any:
-        """Load a file or folder that `save` wrote, or a file of the old library, into all workers.
+        """Load a checkpoint into all workers: a file or folder from `save`, or a file of the old library.
 
         Args:
-            checkpoint: Path or URI. A safetensors file has only models, and the other parts of the state do not change.
-            weights_only: False to also unpickle arbitrary objects. Only for files that you trust.
-            strict: False to load the weights that fit by name and shape, and by default nothing else.
-            parts: Parts to load from the file; the others do not change. Some of "models", "criterion", "optimizers",
-                "schedulers", "precision", "operator", "progress". Default: all, or with `strict=False` the models.
+            checkpoint: A path or URI. A safetensors file has only the models; the rest of the state does not change.
+            weights_only: False to unpickle arbitrary objects. Only use it with files that you trust.
+            strict: False to load only the weights whose names and shapes match.
+            parts: Parts of the state to load; the other parts do not change. Any of "models", "criterion",
+                "optimizers", "schedulers", "precision", "operator" and "progress". Default: all parts, or only the
+                models with `strict=False`.
 
         Returns:
-            A report of what was loaded and what did not fit if only parts were loaded, otherwise None.
+            If only some parts were loaded, a report of what was loaded and what did not match. Otherwise None.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            StorageError: A store could not be reached. An `OSError`.
-            CheckpointCorruptedError: The file is truncated or was changed.
-            ValueError, KeyError: The file does not fit. The workers are unchanged.
+            FileNotFoundError: The file does not exist.
+            StorageError: Cloud storage could not be reached. An `OSError`.
+            CheckpointCorruptedError: The file is truncated or was modified.
+            ValueError, KeyError: The file does not match the operator. The workers are unchanged.
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(weights_only=weights_only)
@@ -444,7 +447,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         saving.load_snapshot(self._controller, snapshot)
 
     def update_scheduler(self, metric: Any) -> None:
-        """Step every registered scheduler with `metric`, which `ReduceLROnPlateau` needs."""
+        """Step every registered scheduler with the value of `metric`, as `ReduceLROnPlateau` requires."""
         self._schedule(TorchRunner.update_schedulers, metric)
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
@@ -455,14 +458,14 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
-        """Call a method that changes learning rates on all workers, with the same value."""
+        """Call a function that changes learning rates, with the same value on all workers."""
         self._on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:
-        """Return the trained model without wrappers, or a list of several.
+        """Return the trained model without wrappers, or a list of models if several are registered.
 
-        With `use_local=True`, this is the live model, unless you pass `to_cpu=True` or the model is sharded. Otherwise,
-        it is a copy.
+        With `use_local=True`, the result is the live model, unless you pass `to_cpu=True` or the model is sharded.
+        Otherwise, it is a copy.
         """
         is_local = self._controller.ensure_group().local_replica is not None
         is_sharded = self._facts.is_sharded
@@ -483,19 +486,19 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     def as_trainable(
         cls, *args: Any, override_tune_step: Callable[[Any, dict[str, Any]], Any] | None = None, **kwargs: Any
     ) -> type[Any]:
-        """Return a class for `ray.tune`. Each trial has a trainer, with the trial's config merged into `config`.
+        """Return a trainable class for `ray.tune`. Each trial's trainer gets `config` updated with the trial's config.
 
-        If the trial's config has `num_workers`, `num_cpus_per_worker`, `num_gpus_per_worker`, `use_gpu`, `use_local`,
-        `resources_per_worker` or `accelerator_type`, these replace the arguments.
+        These keys of the trial's config replace the trainer's arguments: `num_workers`, `num_cpus_per_worker`,
+        `num_gpus_per_worker`, `use_gpu`, `use_local`, `resources_per_worker` and `accelerator_type`.
 
         Args:
-            args: Refused: pass all arguments by name.
-            override_tune_step: Called with the trainer and a dict; returns the result of a step. Default: `train`, then
-                `validate`.
+            args: Not supported: pass all arguments by name.
+            override_tune_step: Function that runs a step, given the trainer and a dict, and returns the step's result.
+                Default: call `train`, then `validate`.
             kwargs: Arguments of the trainer.
 
         Raises:
-            MissingTuneError: Ray Tune is not installed; an `ImportError` and a `RuntimeError`.
+            MissingTuneError: Ray Tune is not installed. An `ImportError` and a `RuntimeError`.
             ValueError: `override_tune_step` does not take two arguments.
         """
         from raysgd.torch.torch_trainable import make_trainable
@@ -503,7 +506,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return make_trainable(cls, args, override_tune_step, kwargs)
 
     def restore(self, *args: Any) -> None:
-        """Retired.
+        """Removed: use `load`.
 
         Raises:
             DeprecationWarning: Always.

@@ -1,12 +1,12 @@
-"""`TrainingOperator`: the class that users subclass to define a training.
+"""`TrainingOperator`: the class that users subclass to define their model, data and training step.
 
-The methods form a ladder. Each one does one thing and calls the next:
+The methods form a ladder. Each method does one job and calls the methods below it:
 
     train_epoch -> train_batch -> prepare_batch, forward, backward, optimizer_step
     validate    -> validate_batch -> prepare_batch, forward
     optimizer_step -> clip_grad_norm, clip_grad_value
 
-Override the lowest method that changes what you want to change. The library does the rest.
+Override the lowest method that covers your change. The library does the rest.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _PRECISION = "`TorchTrainer(precision=...)` chooses it."
 
 
 class TrainingOperator(BaseOperator):
-    """Defines a training by subclassing; every worker has one instance.
+    """Base class that defines what to train and how. Every worker runs one instance.
 
-    Override `setup` (required): create models, optimizers and loaders there, and pass them to `register` and
-    `register_data`. If there is one `self.model`, `self.optimizer` and `self.criterion`, you need nothing else. Do not
+    Subclasses must override `setup`: create the models, optimizers and loaders there, and pass them to `register` and
+    `register_data`. With a single `self.model`, `self.optimizer` and `self.criterion`, nothing else is required. Do not
     override `__init__`.
 
     Examples:
@@ -74,36 +74,39 @@ class TrainingOperator(BaseOperator):
 
     Attributes:
         world_size: Number of workers.
-        timers: Timers of the current call; `with self.timers.record("name"):` adds one to `profile=True`.
-        global_step: Number of global batches that the stock `train_epoch` has trained on. The last one counts as done
-            only when the loop asks for the next batch; if a failure interrupts its step, `global_step` goes back.
+        timers: Timers of the current call. `with self.timers.record("name"):` adds an entry to the `profile=True`
+            results.
+        global_step: Number of global batches that the default `train_epoch` has trained on. A batch counts once the
+            loop asks for the next batch. If a failure interrupts the step, `global_step` goes back.
         train_loader: The registered train loader, as this worker iterates over it.
         validation_loader: The registered validation loader, as this worker iterates over it.
         resumes_epochs: True if an epoch may continue after workers were lost or added, by calling `train_epoch` again
-            with the remaining batches. None: True if `train_epoch` is the stock one. If you override it, you may set
-            this to True, provided that it keeps nothing between batches except what the library or `state_dict` covers.
-            False restarts from the last snapshot after every failure.
-        warms_up: True if a new worker calls `train_batch` once on the first batch, so that it is fast when it steps in.
-            The registered objects are then replaced by another worker's state. Other effects of `train_batch` remain:
-            check `batch_info.get("warm_up")`, or set this to False.
-        compares_ranks: True if training calls raise `RanksDifferError` when the weights of the workers differ; or a
-            tuple of the models to compare, set in `setup`.
-        remakes_frozen: True if `setup` makes all frozen parameters again, alike on every worker and in every run, such
-            as a pretrained base for an adapter. Then snapshots, checkpoints and the state for a new worker contain only
-            the trained parameters, and digests of the frozen ones, which are compared. See `docs/huggingface.md`.
-        scheduler_metric: Name of the epoch metric for `ReduceLROnPlateau`, with `scheduler_step_freq="epoch"`: a metric
-            of `train_batch`, or in `fit` one of the validation. None is `val_loss`.
+            with the remaining batches. False: restart from the last snapshot after every failure. None (default): True
+            unless you override `train_epoch`. An override may set it to True if its only state between batches is
+            state that the library or `state_dict` covers.
+        warms_up: True if a new worker runs `train_batch` once on the first batch, so that its first real step is fast.
+            Another worker's state then overwrites the registered objects. Other side effects of `train_batch` remain:
+            check `batch_info.get("warm_up")` to avoid them, or set this to False.
+        compares_ranks: True to raise `RanksDifferError` from training calls when the workers' weights differ. To
+            compare only some models, set a tuple of them in `setup`.
+        remakes_frozen: True if `setup` recreates all frozen parameters identically on every worker and in every run,
+            such as a pretrained base model under an adapter. Snapshots, checkpoints and the state sent to new workers
+            then contain only the trained parameters, and digests to verify the frozen parameters. See
+            `docs/huggingface.md`.
+        scheduler_metric: Name of the epoch metric that `ReduceLROnPlateau` gets, with `scheduler_step_freq="epoch"`: a
+            metric of `train_batch` or, in `fit`, a validation metric. None means `val_loss`.
     """
 
     scheduler_metric: str | None = None
     remakes_frozen: bool = False
-    _needs_copies: bool | None = False  # before each batch, to undo it; None: the first batch of a call decides
+    # True: the state is copied before each batch to undo an interrupted batch. None: the first batch of a call decides.
+    _needs_copies: bool | None = False
     train_loader: Any
     validation_loader: Any
 
     _raysgd: TorchInternals
     _freezes_in_batches = False
-    # Subclasses have read these names since the first version of the library.
+    # User subclasses have read these attributes since the first version of the library.
     _world_rank, _local_rank = ReadOnlyView("world.rank"), ReadOnlyView("world.local_rank")
     _is_distributed, _device = ReadOnlyView("world.is_distributed"), ReadOnlyView("context.device")
     _use_gpu, _use_fp16, _use_tqdm = (
@@ -142,14 +145,14 @@ class TrainingOperator(BaseOperator):
         """Train on all batches of `iterator` and return the averaged metrics.
 
         Args:
-            iterator: This worker's batches. Draw one, train on it, draw the next. A step counts as done when you draw
-                the next batch, or return.
-            info: The caller's `info`, with entries that the library adds.
-            num_steps: The caller's `num_steps`.
-            epoch_idx: Index of the pass over the data, from 0.
+            iterator: This worker's batches. Train on each batch before you draw the next. Drawing the next batch, or
+                returning, marks the step as done.
+            info: The `info` argument of the caller, with entries that the library adds.
+            num_steps: The `num_steps` argument of the caller.
+            epoch_idx: Index of the epoch, from 0.
 
         Returns:
-            `batch_count`, `num_samples`, and the mean and `last_<metric>` of each metric of `train_batch`.
+            A dict with `batch_count`, `num_samples`, and the mean and `last_<metric>` of each `train_batch` metric.
         """
         internals = self._raysgd
         begin_training(required(self, "model"))
@@ -172,25 +175,25 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _plateaus(self, epoch: int) -> list[Plateau]:
-        """Return the schedulers that need a metric after this epoch, counted from 1. The validation may report it."""
+        """Return the schedulers that need a metric after this epoch (counted from 1), possibly from validation."""
         return schedulers.plateaus_of(self)
 
     @rung
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Take one optimizer step on one batch. With accumulation, step only on the last batch of several.
+        """Train on one batch and step the optimizer. With gradient accumulation, only the last batch steps it.
 
         Args:
-            batch: A sequence of the inputs of the model and, as last element, the target. Or a dict or a dataclass,
-                whose entries are passed to the model by keyword (the target has one of `batches.TARGET_NAMES`).
-            batch_info: `batch_idx`, `global_step`, `epoch_idx` (index of the pass, from 0), `scheduler_step`,
-                `is_padding` and the entries of `info`. If this worker has no samples left and others have, its batch is
-                padding: it repeats samples with weight 0. In the warm-up of a new worker, there is also
-                `warm_up=True`: the step does not count.
+            batch: Either a sequence of the model inputs followed by the target, or a dict or dataclass. Entries of a
+                dict or dataclass are passed to the model by keyword; the target is the entry with a name in
+                `batches.TARGET_NAMES`.
+            batch_info: A dict with `batch_idx`, `global_step`, `epoch_idx` (from 0), `scheduler_step`, `is_padding` and
+                the entries of `info`. A worker that runs out of samples before the others gets padding batches, which
+                repeat samples with weight 0. `warm_up=True` marks a new worker's warm-up, whose step does not count.
 
         Returns:
-            Metrics of the batch: numbers, tensors of one element, or torchmetrics objects. Tensors are read when the
+            Metrics of the batch: numbers, one-element tensors, or torchmetrics objects. Tensors are read when the
             epoch ends, so that the host does not wait for the device. Metrics are averaged with the weight
-            `batch_weight`, or `num_samples` if there is none. `num_samples` is also added up.
+            `batch_weight` or, if it is missing, `num_samples`. `num_samples` is also summed.
         """
         internals = self._raysgd
         features, target = self.prepare_batch(batch)
@@ -210,7 +213,7 @@ class TrainingOperator(BaseOperator):
         return metrics
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
-        """Split a batch into inputs and target, and move them to the device."""
+        """Split a batch into model inputs and target, and move both to the device."""
         features, target = batches.split(batch)
         device = self._raysgd.context.device
         if device.type == "cuda":
@@ -218,12 +221,12 @@ class TrainingOperator(BaseOperator):
         return features, target
 
     def forward(self, features: Any, target: Any) -> Any:
-        """Return the model's output and the loss, a mean over the samples. Used in training and validation.
+        """Return the model's output and the mean loss over the samples. Runs in training and validation.
 
-        The loss is that of the criterion, or without a criterion the `loss` in the model's output.
+        The criterion computes the loss. Without a criterion, the model's output must contain a `loss`.
 
-        An override may return the loss alone. If the loss is a mean over something else (tokens, boxes), return their
-        number as a third value. A dict of metrics may follow as the last value; it is reported like `self.log`.
+        An override may return only the loss. If the loss is a mean over other units, such as tokens or boxes, return
+        the number of units as a third value. A final dict of metrics is reported as if by `self.log`.
         """
         model = required(self, "model")
         is_unnamed = len(features) != 1 or isinstance(features[0], torch.Tensor)
@@ -237,20 +240,20 @@ class TrainingOperator(BaseOperator):
         return output, self._raysgd.loss_calls.call(criterion, batches.prediction(output), target)
 
     def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
-        """Compute the gradients of a loss. Do not call `zero_grad`: this clears the gradients of the last step.
+        """Compute the gradients of a loss. Do not call `zero_grad`: `backward` clears the previous step's gradients.
 
-        Gradients of several losses of a batch add up until its `optimizer_step`.
+        Gradients of several losses of a batch accumulate until the batch's `optimizer_step`.
 
         Args:
-            loss: The mean over the samples of the batch, or over what `weight` counts.
-            optimizer: The optimizer, or a list of the optimizers, that the loss is for. Needed if several are
-                registered.
-            weight: How much the batch counts in the mean over all batches of a step and all workers: a number from 0
-                on, such as the number of tokens. All workers must pass a weight, or none. None: its number of samples,
-                or of labels if the criterion is a PyTorch loss over labels.
+            loss: The mean loss over the samples of the batch, or over the units that `weight` counts.
+            optimizer: The optimizer or list of optimizers that the loss trains. Required if several are registered.
+            weight: Nonnegative weight of the batch in the mean over all workers and all batches of the step, such as
+                its number of tokens. Either all workers pass a weight or none does. Default: the number of samples, or
+                the number of labels if the criterion is a PyTorch loss over labels.
 
         Raises:
-            ValueError: It is unclear which optimizer the loss is for, a weight is invalid, or gradients were cleared.
+            ValueError: It is unclear which optimizer the loss trains, the weight is invalid, or the gradients were
+                cleared.
         """
         internals = self._raysgd
         chosen = internals.choice.chosen("backward", optimizer)
@@ -260,13 +263,13 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def optimizer_step(self, optimizer: Any = None) -> None:
-        """Step the optimizer. Its gradients are the mean over all workers' samples.
+        """Step the optimizer with gradients averaged over all workers' samples.
 
-        With accumulation, it does nothing before the last batch of a step. (The stock `train_batch` only calls it
-        then.) It also does nothing if no worker's batch counts (`weight=0`).
+        Does nothing if the batch's weight is 0 on every worker. With gradient accumulation, it does nothing before the
+        last batch of a step, and the default `train_batch` calls it only on that batch.
 
         Args:
-            optimizer: The optimizer to step, or a list of several. Needed if several are registered.
+            optimizer: The optimizer or list of optimizers to step. Required if several are registered.
 
         Raises:
             ValueError: It is unclear which optimizer to step.
@@ -274,30 +277,30 @@ class TrainingOperator(BaseOperator):
         self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
-        """Return the number of batches in an optimizer step. Called once in each call of `train`.
+        """Return the number of batches to accumulate per optimizer step. Called once per call of `train`.
 
-        By default, it is the trainer's argument. Override it to change the number over time. All workers must return
-        the same number.
+        The default is the trainer's argument. Override this method to change the number over time. All workers must
+        return the same number.
         """
         return self._raysgd.context.settings.step_options.accumulate_grad_batches
 
     def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> torch.Tensor | None:
-        """Clip the norm of all gradients of an optimizer together. Only called if the trainer has `clip_grad_norm`.
+        """Clip the total norm of an optimizer's gradients. Only called if the trainer has `clip_grad_norm`.
 
         Returns:
-            The norm before, for the journal of the run. An override may return None.
+            The norm before clipping, which the run's journal records. An override may return None.
         """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clip_grad_value(self, parameters: list[torch.Tensor], max_value: float) -> None:
-        """Clip each number in the gradients. Only called if the trainer has `clip_grad_value`."""
+        """Clip each element of the gradients. Only called if the trainer has `clip_grad_value`."""
         torch.nn.utils.clip_grad_value_(parameters, max_value)
 
     @rung
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate on all batches of `val_iterator` and return the averaged metrics.
 
-        Workers may have different numbers of batches, so do not use collectives here.
+        Do not run collectives here: workers may have different numbers of batches.
         """
         internals = self._raysgd
         required(self, "model").eval()
@@ -310,31 +313,31 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Return `val_loss`, `val_accuracy` if the model predicts classes, and weights."""
+        """Evaluate one batch. Return `val_loss`, `val_accuracy` for classifiers, and the weights of these metrics."""
         internals = self._raysgd
         output, target, comparisons, counted = internals.evaluate(batch)
         weight, ignored = counted.get(BATCH_WEIGHT), ignored_by(internals.criterion)
         right = accuracy(output, target, comparisons, weight, ignored)
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
         metrics = {"val_loss": counted["val_loss"], "val_accuracy": share, **counted}
-        if right is not None and num_labels is None:  # nothing is classified
+        if right is not None and num_labels is None:  # the model does not predict classes
             del metrics["val_accuracy"]
         return {**metrics, **weights_of(metrics, val_accuracy=num_labels), **self.measure_batch(output, target)}
 
     def measure_batch(self, output: Any, target: Any) -> dict[str, Any]:
-        """Return more metrics of a validation batch. Override it; `validate_batch` calls it and reports them.
+        """Return additional metrics of a validation batch, which `validate_batch` reports. Empty unless overridden.
 
         Args:
-            output: The predictions: the model's output, or the `logits` in it.
+            output: The predictions: the model's output, or the output's `logits` if it has them.
             target: The target that `prepare_batch` returned.
         """
         return {}
 
     def evaluate_batch(self, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
-        """Compute a validation batch, for your own `validate_batch`. The model is called once.
+        """Run the model once on a validation batch, for use in your own `validate_batch`.
 
         Returns:
-            The output and the target for `measure_batch`, and a dict with `val_loss` and its weight.
+            The arguments for `measure_batch` (predictions and target), and a dict with `val_loss` and its weight.
         """
         output, target, _, metrics = self._raysgd.evaluate(batch)
         return output, target, metrics
@@ -401,26 +404,28 @@ class TrainingOperator(BaseOperator):
         ddp_args: dict[str, Any] | None = None,
         apex_args: dict[str, Any] | None = None,
     ) -> Any:
-        """Pass models, optimizers, criterion and schedulers to the library, which places, prepares and wraps them.
+        """Register models, optimizers, criterion and schedulers, which the library moves to the device and wraps.
 
         Args:
-            models: One module, or a list or tuple of several.
-            optimizers: One optimizer or several.
-            criterion: The loss, a mean over the samples of a batch. It is moved to the device. If it has trainable
-                parameters, it is wrapped, saved and restored like a model.
-            schedulers: One learning-rate scheduler or several. Needs the trainer's `scheduler_step_freq`.
-            ddp_args: Options for `DistributedDataParallel`, and `comm_hook`: a communication hook, or a tuple of its
-                state and the hook. Ignored without DDP.
+            models: A module, or a list or tuple of modules.
+            optimizers: An optimizer, or a list or tuple of optimizers.
+            criterion: Loss function that returns the mean over the samples of a batch. It is moved to the device. A
+                criterion with trainable parameters is wrapped, saved and restored like a model.
+            schedulers: A learning-rate scheduler, or a list or tuple of schedulers. Requires the trainer's
+                `scheduler_step_freq`.
+            ddp_args: Options for `DistributedDataParallel`, and `comm_hook`: a communication hook, or a tuple of the
+                hook's state and the hook. Ignored without DDP.
             apex_args: Options for `apex.amp.initialize`.
 
         Returns:
-            `(models, optimizers[, criterion][, schedulers])`, each in the kind of container that you passed.
+            `(models, optimizers[, criterion][, schedulers])`, each in the same container type as the argument.
 
         Raises:
-            InvalidRegistrationError: An object is of the wrong kind. Or there are several workers, and an optimizer has
-                parameters that belong to no registered module.
-            ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
-            TypeError: An unknown keyword.
+            InvalidRegistrationError: An object has the wrong type or, with several workers, an optimizer has parameters
+                that belong to no registered module.
+            ValueError: `ddp_args` or `apex_args` is not a dict, or `schedulers` was passed without the trainer's
+                `scheduler_step_freq`.
+            TypeError: The keyword is unknown.
         """
         return self._raysgd.register(
             models=models,
@@ -433,10 +438,10 @@ class TrainingOperator(BaseOperator):
 
     @answer_mistakes("`self.register_data(train_loader=loader, validation_loader=another)`")
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-        """Pass the loaders to the library.
+        """Register the data loaders.
 
-        A `DataLoader` over a map-style dataset is divided over the workers. Its sampler decides the order, and its
-        `batch_size` is for one worker. Every worker reads all of any other iterable.
+        A `DataLoader` over a map-style dataset is sharded over the workers. Its sampler decides the order, and its
+        `batch_size` applies to one worker. Any other iterable is not sharded: every worker reads all of it.
         """
         data = self._raysgd.data = register_data(
             self._raysgd.context, train_loader, validation_loader, self._raysgd.as_batch
@@ -445,11 +450,11 @@ class TrainingOperator(BaseOperator):
         self.__dict__.setdefault("validation_loader", data.validation_loader)
 
     def rewrap(self) -> None:
-        """Call this after you freeze or unfreeze parameters, or add parameter groups, outside of `setup`.
+        """Update the wrappers after you freeze or unfreeze parameters, or add parameter groups, outside of `setup`.
 
-        All workers must call it at the same time, between two batches: at the beginning of your own `train_epoch`, or
-        with `trainer.apply_all_operators` between two calls. Later workers freeze and add the same. Files do not
-        contain what is frozen or added, so your `setup` decides after `load`.
+        All workers must call it at the same time, between two batches: at the start of your own `train_epoch`, or
+        through `trainer.apply_all_operators` between two calls. Workers that join later get the same changes. Saved
+        files do not record them, so a new trainer that loads a file must freeze and add the same in `setup`.
 
         Raises:
             ValueError: The gradients of the trainable parameters cannot be averaged.
@@ -460,20 +465,20 @@ class TrainingOperator(BaseOperator):
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[torch.nn.Module]:
-        """Wrap the models. Override this to wrap them differently."""
+        """Wrap the models for distributed training. Override this to wrap them differently."""
         return [self._raysgd.parallel.wrap(model, device_ids, ddp_args) for model in models]
 
     def _configure_apex_amp(
         self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Initialize Apex. Override this to do so differently."""
+        """Initialize Apex. Override this to initialize it differently."""
         models, optimizers = amp.initialize(models, optimizers, **apex_args)
         return models, optimizers
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for a forward pass and its loss in the trainer's precision. In fp32, it does nothing.
+        """Return a context manager for computing the forward pass and loss in the trainer's precision. No-op in fp32.
 
-        The stock methods run `forward` in it. Use it in your own `train_batch` or `validate_batch`:
+        The default methods run `forward` in it. Use it in your own `train_batch` or `validate_batch`:
         `with self.autocast(): loss = ...`.
         """
         return self._raysgd.precision.forward()
@@ -485,17 +490,17 @@ class TrainingOperator(BaseOperator):
 
     @property
     def device_ids(self) -> list[int] | None:
-        """`device_ids` of `DistributedDataParallel`; None on a CPU."""
+        """The `device_ids` argument for `DistributedDataParallel`; None on a CPU."""
         return self._raysgd.context.device_ids
 
     @property
     def use_fp16(self) -> bool | str:
-        """True or "apex" if mixed precision is used; False before `register`."""
+        """True for PyTorch's mixed precision, "apex" for Apex, otherwise False. False before `register`."""
         return self._raysgd.fp16
 
     @property
     def use_fp16_native(self) -> bool:
-        """True if PyTorch's own mixed precision is used."""
+        """True if PyTorch's native mixed precision is used."""
         return self._raysgd.fp16 is True
 
     @property
@@ -510,7 +515,7 @@ class TrainingOperator(BaseOperator):
 
     @property
     def scheduler_step_freq(self) -> str | None:
-        """When the library steps `self.scheduler`: the trainer's argument."""
+        """The trainer's `scheduler_step_freq`: when the library steps `self.scheduler`."""
         return self._raysgd.scheduler_step_freq
 
     @classmethod
@@ -523,23 +528,24 @@ class TrainingOperator(BaseOperator):
         scheduler_creator: Callable[[Any, dict[str, Any]], Any] | None = None,
         serialize_data_creation: bool = True,
     ) -> type[CreatorOperator]:
-        """Make an operator class from creator functions.
+        """Create an operator class from creator functions.
 
-        `Own.from_creators(...)` also has the methods of `Own`. The `setup` of `Own` runs after the creators, and finds
-        their objects in `self.model`, `self.optimizer` and so on.
+        The class that `MyOperator.from_creators(...)` returns is a subclass of `MyOperator`. The `setup` of
+        `MyOperator` runs after the creators and can use `self.model`, `self.optimizer` and so on.
 
         Args:
-            model_creator: Returns the model or models, given `config`.
-            optimizer_creator: Returns the optimizer or optimizers, given what `model_creator` returned, and `config`.
-            data_creator: Returns the train loader, or the train and the validation loader, given `config`.
-            loss_creator: A loss class of PyTorch, or a function that returns the loss, given `config`.
-            scheduler_creator: Returns the scheduler or schedulers, given what `optimizer_creator` returned, and
-                `config`.
-            serialize_data_creation: True to let the workers of a node create their data one after the other, so that
-                only the first one downloads them.
+            model_creator: Called with `config`; returns the model or models.
+            optimizer_creator: Called with the result of `model_creator` and `config`; returns the optimizer or
+                optimizers.
+            data_creator: Called with `config`; returns the train loader, or the train and validation loaders.
+            loss_creator: A PyTorch loss class, or a function that is called with `config` and returns the criterion.
+            scheduler_creator: Called with the result of `optimizer_creator` and `config`; returns the scheduler or
+                schedulers.
+            serialize_data_creation: True to run `data_creator` on the workers of a node one after the other, so that
+                only the first worker downloads the data.
 
         Raises:
-            ValueError: A creator is not a function of the arguments that it is called with.
+            ValueError: A creator cannot be called with its arguments.
         """
         from raysgd.torch.creator_operator import make_operator
 
@@ -556,28 +562,29 @@ class TrainingOperator(BaseOperator):
     def from_ptl(
         cls, lightning_module_cls: type[Any], train_dataloader: Any = None, val_dataloader: Any = None
     ) -> type[TrainingOperator]:
-        """Make an operator class from a `LightningModule` class; see `raysgd.torch.lightning_operator`.
+        """Create an operator class from a `LightningModule` class. See `raysgd.torch.lightning_operator`.
 
         Args:
-            lightning_module_cls: The class, from `lightning` or `pytorch_lightning`. Its constructor gets
-                `config=config`, or without such a parameter the entries of the config that it has parameters for.
-            train_dataloader: Replaces the loader of the module's `train_dataloader`.
-            val_dataloader: Replaces the loader of the module's `val_dataloader`.
+            lightning_module_cls: A `LightningModule` subclass from `lightning` or `pytorch_lightning`. Its constructor
+                is called with `config=config`. If it has no `config` parameter, it gets the config entries that match
+                its parameters.
+            train_dataloader: Loader to use instead of the module's `train_dataloader`.
+            val_dataloader: Loader to use instead of the module's `val_dataloader`.
 
         Raises:
             ImportError: Lightning is not installed.
-            TypeError: The class is no `LightningModule`, or a loader is a `LightningDataModule`.
+            TypeError: The class is not a `LightningModule`, or a loader is a `LightningDataModule`.
         """
         from raysgd.torch.lightning_operator import make_operator
 
         return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
 
 
-_FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs for the old library import these from here
+_FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs written for the old library import its names from here
 lazy_names(
     __name__,
     {
-        "CreatorOperator": "raysgd.torch.creator_operator",  # imports this module
+        "CreatorOperator": "raysgd.torch.creator_operator",  # lazy, because that module imports this one
         "get_test_metrics_operator": _FOR_TESTS,
         "get_test_operator": _FOR_TESTS,
     },

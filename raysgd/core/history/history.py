@@ -1,4 +1,4 @@
-"""`History`: the measurements of a trainer or a run, by call and by epoch."""
+"""`History`: the metrics of a trainer or a run, by call and by epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_METRICS = 4  # in printed tables
 _MOST_ROWS = 20
 _ALLOWED: dict[Any, Any] = {float: (int, float)}
 MOST_EPOCHS = 10_000
-"""Largest number of epochs in the history of a trainer. A run sets its own."""
+"""Maximum number of epochs in a trainer's history. A run sets its own limit."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class CallRecord:
 
     Attributes:
         kind: "train", "validation" or "test".
-        epoch: Number of epochs that had begun.
-        metrics: The result of the call; empty with `reduce_results=False`.
-        began_at: When it began, in seconds since the Unix epoch.
-        seconds: How long it took, including recoveries.
-        num_workers: Number of workers at its end.
-        of_fit: True if `fit` made the call as part of an epoch. False for calls of callbacks.
-        step: For a validation inside an epoch (`validate_every_n_steps`), the number of batches that each worker had
-            trained on, as `global_step` counts them. 0 for all other calls.
+        epoch: Number of epochs started so far.
+        metrics: The call's result; empty with `reduce_results=False`.
+        began_at: Start time of the call, in seconds since the Unix epoch.
+        seconds: Duration of the call, including recoveries.
+        num_workers: Number of workers at the end of the call.
+        of_fit: True if `fit` made the call as part of an epoch. False for calls that callbacks make.
+        step: For a validation inside an epoch (`validate_every_n_steps`), the `global_step` at which it ran. 0 for all
+            other calls.
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class CallRecord:
 
 
 class HistoryLimits(NamedTuple):
-    """Numbers of rows, records and events in a history."""
+    """Counts of the rows, records and events in a history."""
 
     rows: int = 0
     records: int = 0
@@ -67,19 +67,19 @@ BEGINNING = HistoryLimits()
 
 
 class History(Sequence[dict[str, Any]]):
-    """One row per epoch: the metrics of training, and those of validation with the prefix `val_`.
+    """A sequence with one row per epoch: the training metrics, and the validation metrics with the prefix `val_`.
 
-    A row also has "epoch", "seconds" (of the training call) and "num_workers". In an epoch of `fit`, the validation is
-    that of `fit`. Validations by callbacks are only among the records.
+    A row also has "epoch", "seconds" (of the training call) and "num_workers". In an epoch of `fit`, the validation
+    metrics come from the validation by `fit`. Validations by callbacks appear only in `records`.
 
     Args:
-        events: The list of failures and resizes; by default a new list.
+        events: The list in which failures and resizes are recorded. Default: a new list.
 
     Attributes:
         records: All calls of `train`, `validate` and `test`, in order.
-        events: Failures of workers and resizes.
-        stop_reason: Why a callback stopped the run; None if none did.
-        journal: Folder of the run that keeps the journal of its steps; None if the run keeps none.
+        events: Worker failures and group resizes.
+        stop_reason: Why a callback stopped the run; None if no callback did.
+        journal: The run's folder, which contains the journal of its steps; None if the run has no journal.
 
     Examples:
         >>> history = History()
@@ -104,7 +104,7 @@ class History(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, index: str) -> list[Any]: ...
     def __getitem__(self, index: int | slice | str) -> Any:
-        """Return a row, several rows, or, for the name of a metric, its values, with None for rows without it."""
+        """Return a row, a list of rows for a slice, or the values of a metric by name, with None where it's missing."""
         if isinstance(index, str):
             if index not in self.metrics:
                 raise KeyError(f"no epoch has the metric {index!r}: there are {self.metrics}")
@@ -119,15 +119,15 @@ class History(Sequence[dict[str, Any]]):
 
     @property
     def metrics(self) -> list[str]:
-        """All names in the rows, in the order of their first appearance."""
+        """All names in the rows, in order of first appearance."""
         return readable.names_in(self._rows)
 
     def add(self, record: CallRecord, row: dict[str, Any] | None = None) -> None:
-        """Add a call. A call of `train` starts a row, a call of `validate` after the epoch completes it.
+        """Add a call. A `train` call starts a row. A `validate` call after the epoch completes the row.
 
         Args:
             record: The call.
-            row: The row to complete. By default the last one, if `fit` made both or neither of the calls.
+            row: The row that a `validate` call completes. Default: the last row, if `fit` made both calls or neither.
         """
         row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
@@ -139,29 +139,32 @@ class History(Sequence[dict[str, Any]]):
             row.update(validation, val_seconds=record.seconds)
 
     def row_for(self, of_fit: bool) -> dict[str, Any]:
-        """Return the row that a validation completes; if there is none, a row outside of the history."""
+        """Return the row for the metrics of a validation: the last row, if `fit` made both calls or neither.
+
+        If there is no such row, return a new dict that is not part of the history.
+        """
         trained = next((record.of_fit for record in reversed(self.records) if record.kind == "train"), of_fit)
         return self._rows[-1] if self._rows and trained == of_fit else {}
 
     def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Add an epoch, or a report of a function, as a new row. Return the row."""
+        """Add an epoch's metrics, or a report of a training function, as a new row. Return the row."""
         self._rows.append(dict(row))
         return self._rows[-1]
 
     def take_over(self, other: History) -> None:
-        """Insert another history before this one. Ignore its reason to stop, which belongs to an earlier run."""
+        """Prepend another history. Its `stop_reason` is ignored, because it belongs to an earlier run."""
         self._rows[:0] = [dict(row) for row in other]
         self.records[:0] = other.records
         self.events[:0] = other.events
 
     @property
     def extent(self) -> HistoryLimits:
-        """Numbers of rows, records and events, including forgotten ones."""
+        """Counts of rows, records and events, including those that `forget_old` deleted."""
         rows, records, events = self._forgotten
         return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
 
     def part(self, begin: HistoryLimits, end: HistoryLimits) -> History:
-        """Return the part between two extents, of which nothing may be forgotten. It has no reason to stop."""
+        """Return the history between two extents, without a `stop_reason`. Its entries must not have been deleted."""
         rows, records, events = self._forgotten
         part = History(self.events[begin.events - events : end.events - events])
         part._rows = self._rows[begin.rows - rows : end.rows - rows]
@@ -169,7 +172,7 @@ class History(Sequence[dict[str, Any]]):
         return part
 
     def forget_old(self, most: int) -> None:
-        """Keep the newest `most` rows and calls. Cheap, because nothing is deleted before there are a quarter more."""
+        """Delete all but the newest `most` rows and calls. For speed, do nothing until they exceed `most` by 25 %."""
         for name, entries in (("rows", self._rows), ("records", self.records)):
             surplus = len(entries) - most
             if surplus > most // 4:
@@ -177,7 +180,10 @@ class History(Sequence[dict[str, Any]]):
                 self._forgotten = self._forgotten._replace(**{name: getattr(self._forgotten, name) + surplus})
 
     def thinned(self, most: int) -> History:
-        """Return at most `most` rows, calls of each kind, and events, evenly chosen, with the first and the last."""
+        """Return a history with at most `most` rows, `most` events and `most` calls of each kind, evenly spaced.
+
+        The first and last entries are always included.
+        """
         thin = History(evenly(self.events, most))
         thin._rows = evenly(self._rows, most)
         chosen = {id(each) for kind in get_args(Kind) for each in evenly(self._of_kind(kind), most)}
@@ -198,7 +204,7 @@ class History(Sequence[dict[str, Any]]):
         return pandas.DataFrame(self._rows)
 
     def as_data(self) -> Any:
-        """Return everything as JSON values. Other values become text; NaN and infinity become null."""
+        """Return the history as JSON-serializable data: NaN and infinity as None, unsupported values as strings."""
         content = {
             "rows": self._rows,
             "records": [asdict(record) for record in self.records],
@@ -208,15 +214,15 @@ class History(Sequence[dict[str, Any]]):
         return plain(content)
 
     def to_json(self) -> str:
-        """Return `as_data()` as JSON text."""
+        """Return `as_data()` as a JSON string."""
         return json.dumps(self.as_data(), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> History:
-        """Return the history that `to_json` wrote. Null metrics become NaN.
+        """Create a history from the result of `to_json`. Null metrics become NaN.
 
         Raises:
-            ValueError: The text is something else.
+            ValueError: `text` is not the JSON of a history.
         """
         try:
             content = json.loads(text)
@@ -233,7 +239,7 @@ class History(Sequence[dict[str, Any]]):
         return history
 
     def __repr__(self) -> str:
-        """Return one line with the most telling metrics of the last epoch."""
+        """Return a one-line summary with the most informative metrics of the last epoch."""
         told = self._in_words()
         if self.stop_reason is not None:
             told.append(f"stopped: {self.stop_reason}")
@@ -242,7 +248,7 @@ class History(Sequence[dict[str, Any]]):
         return f"<History: {', '.join(told)}{'; last: ' if values else ''}{values}>"
 
     def __str__(self) -> str:
-        """Return the last epochs as a table that fits the terminal, and the events of the workers."""
+        """Return a table of the last epochs that fits the terminal, followed by the worker events."""
         lines, metrics = ["no epochs"], readable.metrics_of(self)
         names = metrics
         for most in range(_MOST_METRICS, 0, -1) if self else ():
@@ -275,7 +281,7 @@ class History(Sequence[dict[str, Any]]):
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON values. Other values become text; NaN and infinity become null."""
+    """Convert a value to JSON-serializable data: NaN and infinity as None, unsupported values as strings."""
     number = as_number(value)
     if isinstance(number, float):
         return number if math.isfinite(number) else None
@@ -291,7 +297,7 @@ def plain(value: Any) -> Any:
 
 
 def evenly(entries: Sequence[Entry], most: int) -> list[Entry]:
-    """Return at most `most` entries (at least two), evenly chosen, including the first and the last.
+    """Return at most `most` evenly spaced entries, including the first and the last. `most` must be at least 2.
 
     Examples:
         >>> evenly(range(10), 4), evenly("abc", 4)
@@ -313,7 +319,7 @@ def _made(kind: Any, entry: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Return a value if it has a type, or is one of the words of a `Literal`."""
+    """Return a value, after checking that it matches a type hint: a type or a `Literal` of strings."""
     words, base = get_args(hint), get_origin(hint)
     if base is Literal:
         is_right = isinstance(value, str) and value in words
@@ -329,22 +335,22 @@ def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 RecordBeside = Callable[[Any, float, float], CallRecord]
-"""Adds a call that has ended. Takes its result, when it began, and how many seconds it took."""
+"""Adds a finished call to the history. Takes the call's result, start time, and duration in seconds."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class CallRecorder:
-    """Keeps the history of a trainer.
+    """Records the calls of a trainer in its history.
 
     Args:
-        events: The list of events of the workers, which others extend.
+        events: The list of worker events, to which other objects append.
 
     Attributes:
         history: The calls so far.
-        trained: The epoch, from 1, in which the last call of `train` began.
-        told_s: Returns how long the ranks have been in training calls since an earlier process of the trainer died.
-            None if none died, and after the first call since then.
+        trained: The epoch, from 1, in which the last call of `train` started.
+        told_s: Returns the seconds that the ranks have spent in training calls since an earlier process of this trainer
+            died. None if no process died, and after the first training call since then.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
@@ -362,8 +368,8 @@ class CallRecorder:
         of_fit: bool = False,
         inside: tuple[int, int] | None = None,
     ) -> None:
-        """Add a call of a trainer with so many workers. `inside` has the epoch and the step of a validation inside."""
-        if kind == "train" and self.told_s is not None:  # the earlier process may have begun it
+        """Add a finished call. `inside` is the epoch and step of a validation inside an epoch, otherwise None."""
+        if kind == "train" and self.told_s is not None:  # the earlier process may have started this call
             missed_s, self.told_s = max(0.0, self.told_s() - seconds), None
             began_at, seconds = began_at - missed_s, seconds + missed_s
         metrics = dict(result) if isinstance(result, Mapping) else {}
@@ -375,7 +381,7 @@ class CallRecorder:
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
-        """Return a function that adds a validation on a spare to the present row, even if later calls end first."""
+        """Return a function that adds a validation on a spare to the current row, even if later calls finish first."""
         epoch, row = self._epoch, self.history.row_for(of_fit)
 
         def add(result: Any, began_at: float, seconds: float) -> CallRecord:
@@ -403,9 +409,9 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Decorate a method of a trainer: record each successful call in `_recorder`.
+    """Return a decorator for a trainer's method that records each successful call in the trainer's `_recorder`.
 
-    `fit` passes `of_fit=True`, and for a validation inside an epoch `inside`, its epoch and step.
+    `fit` passes `of_fit=True`. For a validation inside an epoch, it also passes `inside`, the epoch and step.
     """
 
     def decorate(method: Method) -> Method:
@@ -426,5 +432,5 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
 
 
 def as_test(metrics: Mapping[str, Any]) -> Metrics:
-    """Return the result of `validate` as a result of `test`."""
+    """Rename the metrics of a `validate` result as `test` names them."""
     return Metrics({name_in_test(name): value for name, value in metrics.items()})

@@ -1,16 +1,16 @@
-"""The position in the data: which samples of a pass come next, for a group of any size.
+"""Positions in the data: which samples of a pass come next, for a worker group of any size.
 
-All ranks step together. A *pass* is one order of all samples, the same on every rank. One *step* takes the next
-`world_size * batch_size` samples of that order and divides them over the ranks, contiguously and evenly. So the used
-samples are always a prefix of the order, and a position is just (pass index, samples consumed). It stays valid when
-the group shrinks or grows, and each sample of a pass is used exactly once whatever happens to the group.
+All ranks step together. A *pass* is one order of all samples, identical on every rank. A *step* takes the next
+`world_size * batch_size` samples of that order and splits them over the ranks, contiguously and evenly. The consumed
+samples are therefore always a prefix of the order, and a position is just (pass index, samples consumed). A position
+stays valid when the group shrinks or grows, and each sample of a pass is used exactly once regardless.
 
-It also means that N workers see in a step exactly what one process with an N times larger batch would see, in the same
-order, down to the short last step. There the ranks' shares may differ. `Share.weight` makes the mean of the ranks'
+In each step, N workers see exactly the samples that one process with an N times larger batch would see, in the same
+order. This includes the last step, which may be smaller and split unevenly: `Share.weight` makes the mean of the ranks'
 gradients equal to the mean over the samples.
 
-Nothing here counts consumed samples: a `DataLoader` reads ahead, so only the training loop knows their number. It
-passes the number in when it resumes a pass. Planning the rest of a pass is arithmetic on positions and needs no data.
+This module does not count consumed samples. A `DataLoader` prefetches, so only the training loop knows how many samples
+were consumed, and it passes the number to resume a pass. Planning a pass is arithmetic on positions and needs no data.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from raysgd.torch.data.sample_order import BatchesOrder, Indices, JoinedBatches,
 
 
 class Share(NamedTuple):
-    """A rank's share of a step, or of one of the step's batches.
+    """A rank's batch in a step. A rank may have several batches in a step.
 
     Attributes:
-        start: First position of the rank's samples in the order of the pass.
-        stop: Position after its last sample.
+        start: Position of the batch's first sample in the order of the pass.
+        stop: Position after the batch's last sample.
         num_samples: Number of samples that count: `stop - start`, or 0 if the slice is only padding.
-        weight: Factor for this rank's gradient before the plain mean over ranks is taken. It is 1.0 exactly when all
-            ranks have the same number of samples; the weights of a step's ranks always average to 1.
+        weight: Factor for the rank's gradient before the unweighted mean over the ranks. It is 1.0 exactly when all
+            ranks have the same number of samples. The weights of all ranks always average to 1.
         num_global: Number of samples of all ranks together.
-        is_first: True if this is the rank's first batch of the step; it may take several, one after the other.
+        is_first: True if this is the rank's first batch of the step.
         is_last: True if this is the rank's last batch of the step.
     """
 
@@ -57,20 +57,20 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PassPlan:
-    """The division of the rest of a pass over a group, in global batches of one size or with given bounds.
+    """A plan for the rest of a pass: its global batches, of a fixed size or with given bounds, and each rank's part.
 
     Attributes:
         num_samples: Number of samples in the whole pass.
-        consumed: Number of samples already used, by a group of any size.
-        division: Division of a global batch.
-        drop_last: True to leave out a last step that is not full.
-        pad: Decides what a rank without samples does while others have some. True: it repeats samples of that step with
-            weight 0 (training). False: it has no batch (evaluation).
-        bounds: Positions where the global batches of the whole pass begin, and where the last one ends; None if all
-            have one size.
+        consumed: Number of samples that were already used, by a group of any size.
+        division: Rule for splitting a global batch over the ranks.
+        drop_last: True to leave out an incomplete last step.
+        pad: What a rank without samples gets while other ranks have samples. True: samples of that step, repeated with
+            weight 0 (training). False: no batch (evaluation).
+        bounds: Start positions of all global batches of the pass, and the end position of the last global batch. None
+            if global batches have a fixed size.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A value is out of range.
 
     Examples:
         >>> plan = PassPlan(20, consumed=0, division=Division(18, world_size=7), drop_last=False, pad=False)
@@ -95,7 +95,7 @@ class PassPlan:
 
     @cached_property
     def _starts(self) -> Sequence[int]:
-        """Positions where the remaining global steps begin."""
+        """Start positions of the remaining global steps."""
         if self.bounds is not None:
             return [self.consumed, *self.bounds[bisect_right(self.bounds, self.consumed) :]][:-1]
         size = self.division.global_size
@@ -107,30 +107,30 @@ class PassPlan:
         return len(self._starts)
 
     def _span(self, step: int) -> tuple[int, int]:
-        """Return the first position of a global step in the order of the pass, and the position after its last."""
+        """Return the first position of a global step in the order of the pass, and the position after the last."""
         start, coming = self._starts[step], step + 1
         if coming < len(self._starts):
             return start, self._starts[coming]
         return start, min(start + self.division.global_size, self.num_samples)
 
     def consumed_after(self, steps: int) -> int:
-        """Return the position in the pass after `steps` more global steps; after the last step the pass is over.
+        """Return the position after `steps` more global steps. After the last step, that is the end of the pass.
 
         Raises:
-            ValueError: `steps` is negative or more than are left.
+            ValueError: `steps` is negative or exceeds the number of remaining steps.
         """
         check_range("steps", steps, minimum=0, maximum=self.num_steps)
         return self.num_samples if steps == self.num_steps else self._starts[steps]
 
     @property
     def has_single_samples(self) -> bool:
-        """True if some remaining batch of a rank has just one sample, because the sizes allow no other split."""
+        """True if some remaining batch must have only one sample, because of its global batch's size and `cap`."""
         cap = self.division.cap
         return any(size == 1 or cap == 1 or (cap == 2 and size % 2 == 1) for size in self._sizes)
 
     @property
     def has_empty_shares(self) -> bool:
-        """True if some remaining batch of a rank has no sample."""
+        """True if some rank has a remaining batch without samples."""
         ranks = range(self.division.world_size)
         parts = (part for size in self._sizes for rank in ranks for part in self.division.parts(size, rank))
         return any(part.start == part.stop for part in parts)
@@ -139,16 +139,16 @@ class PassPlan:
     def _sizes(self) -> Counter[int]:
         """Number of remaining global batches of each size."""
         sizes, first = Counter[int](), 0
-        if self.bounds is None and self.num_steps > 1:  # all but the last have equal size
+        if self.bounds is None and self.num_steps > 1:  # all global batches but the last have the same size
             first = sizes[self.division.global_size] = self.num_steps - 1
         sizes.update(stop - start for start, stop in map(self._span, range(first, self.num_steps)))
         return sizes
 
     def shares(self, rank: int) -> Iterator[Share]:
-        """Yield the shares of `rank`, one after the other, including those without a sample.
+        """Yield the batches of `rank` in order, including batches without samples.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: `rank` is out of range.
         """
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         size, shares = -1, list[Share]()
@@ -160,10 +160,10 @@ class PassPlan:
                 yield Share(start + share.start, start + share.stop, *share[2:])
 
     def shares_of_step(self, step: int, rank: int) -> list[Share]:
-        """Return the shares of `rank` in one of the remaining global steps, counted from 0.
+        """Return the batches of `rank` in one of the remaining global steps, counted from 0.
 
         Raises:
-            ValueError: There is no such step.
+            ValueError: `step` is out of range.
         """
         check_range("step", step, minimum=0, maximum=self.num_steps - 1)
         start, stop = self._span(step)
@@ -171,7 +171,7 @@ class PassPlan:
         return [Share(start + share.start, start + share.stop, *share[2:]) for share in shares]
 
     def num_batches(self, rank: int) -> int:
-        """Return the number of batches that `rank` sees in the rest of the pass."""
+        """Return the number of batches that `rank` gets in the rest of the pass."""
         check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
         return sum(
             num_steps * sum(share.stop > share.start for share in self._shares_of_batch(rank, size))
@@ -179,7 +179,7 @@ class PassPlan:
         )
 
     def _shares_of_batch(self, rank: int, size: int) -> list[Share]:
-        """Return a rank's shares of a global batch, with positions counted from the batch's first sample."""
+        """Return a rank's batches in a global batch, with positions relative to the global batch's first sample."""
         parts = self.division.parts(size, rank)
         return [self._share(size, index, parts) for index in range(len(parts))]
 
@@ -188,13 +188,13 @@ class PassPlan:
         own, place = stop - first, (index == 0, index == len(parts) - 1)
         if own:
             return Share(first, stop, own, own * self.division.world_size / together, together, *place)
-        # Real samples, so that the forward pass is an ordinary one. Two, because batch norms reject a single one.
+        # Pad with real samples, so that the forward pass works as usual. Batch norm needs at least two samples.
         num_shown = min(2, self.division.cap or 2, size) if self.pad else 0
         return Share(0, num_shown, 0, 0.0, together, *place)
 
 
 def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
-    """Raise `ValueError` for a number out of range."""
+    """Raise `ValueError` if `value` is out of range."""
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ValueError(f"`{name}={value}`: must be {allowed}. Check which group it belongs to.")
@@ -206,11 +206,11 @@ _WHEN_LOADED = 1
 
 @dataclass(frozen=True)
 class GlobalBatchRule:
-    """Rule that a loader's batch size is that of all ranks together.
+    """Rule for splitting global batches if a loader's batch size is the total of all ranks.
 
     Attributes:
-        cap: Largest number of samples in one batch of a rank, if there is a limit.
-        num_shards: Number of logical shards in a global batch; 0 if it is divided by ranks.
+        cap: Largest number of samples in one batch of a rank; None for no limit.
+        num_shards: Number of logical shards in a global batch; 0 if global batches are split by rank.
         multiple: Number of loader batches that make up a global batch.
     """
 
@@ -220,11 +220,11 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """Function that divides the global batches of streams, whose size is always that of all workers."""
+        """Function that splits the global batches of streams. A stream's batch size is always the total."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
-        """Return the division of global batches of a size."""
+        """Return the rule for splitting global batches of a given size over a number of workers."""
         if not self.num_shards:
             return Division(global_size, world_size, self.cap)
         cap = self.cap or (global_size // self.multiple if self.multiple > 1 else None)
@@ -233,7 +233,7 @@ class GlobalBatchRule:
 
 
 class SeededIndices(list[int]):
-    """The indices of a logical shard, with the seed for random operations while it is loaded."""
+    """The indices of a logical shard's samples, with the random seed for loading the samples."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)
@@ -244,29 +244,29 @@ class SeededIndices(list[int]):
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
-    """The batches of one rank, from any position in a pass and for any size of the group.
+    """Yields the batches of one rank, from any position in a pass and for a group of any size.
 
-    Pass it to a `DataLoader` as `batch_sampler`. Before each iteration, call `begin_pass` to say where it starts.
+    Pass it to a `DataLoader` as `batch_sampler`. Before each iteration, call `begin_pass` with the start position.
 
-    An iterator keeps the plan that it was started with: it may run ahead of training, and a later `begin_pass` or
-    `reshape` does not disturb it.
+    An iterator keeps the plan that it was created with. It may prefetch, and later calls of `begin_pass` or `reshape`
+    do not affect it.
 
-    If you iterate before any pass was begun, you get all samples once, each time in another order if the order is
-    shuffled. These orders are equal on all ranks whatever their seeds are, because the ranks have no common seed yet.
+    Iterating before the first `begin_pass` yields all samples once. Shuffled data has a different order each time, but
+    the same on all ranks: a fixed seed is used, because the ranks have not agreed on a seed yet.
 
     Attributes:
         order: Order of the samples.
-        batch_size: Number of samples per rank in a full step; with `rule`, that of all ranks. Not used if `order`
-            consists of batches.
-        drop_last: True to leave out a last global step that is not full.
-        pad: True to give a rank without samples in the last step some to repeat, see `PassPlan`.
+        batch_size: Number of samples in a full step, per rank or, with `rule`, in total. Not used if `order` consists
+            of batches.
+        drop_last: True to leave out an incomplete last global step.
+        pad: True to give a rank without samples in the last step repeated samples. See `PassPlan`.
         rank: This worker's rank in the group.
         world_size: Size of the group.
-        rule: Rule that divides global batches of one size; None if the batch size is per rank.
+        rule: Rule for splitting global batches; None if the batch size is per rank.
         plan: Plan of the latest pass; None before the first pass and after `reshape`.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A value is out of range.
 
     Examples:
         >>> from raysgd.torch.data.sample_order import SequentialOrder
@@ -308,19 +308,19 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
         Args:
             pass_index: Number of the pass, from 0.
-            seed: Decides the order together with `pass_index`. It must be the same on every rank.
+            seed: Determines the order, together with `pass_index`. It must be identical on every rank.
             consumed: Number of samples of this pass that were already used, by a group of any size.
-            order: Order for this pass, if it differs from the usual one. It must be the same on every rank.
+            order: Order for this pass instead of the sampler's `order`. It must be identical on every rank.
 
         Raises:
-            ValueError: `consumed` is outside the pass, or the user's sampler cannot be used.
+            ValueError: `consumed` is out of range, or the user's sampler cannot be used.
         """
         indices = self._draw(order or self.order, seed, pass_index)
         self.plan = self._plan(len(indices), consumed)
         return self.plan
 
     def fingerprint(self) -> int | None:
-        """Return a number that identifies the latest pass's order, if a user's sampler drew it; else None."""
+        """Return a number that identifies the latest pass's order if a user's sampler drew it, otherwise None."""
         if self._fingerprint is None and isinstance(self.order, SamplerOrder):
             drawn = self._indices
             content = memoryview(drawn) if isinstance(drawn, array) else repr(drawn).encode()
@@ -329,12 +329,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self._fingerprint
 
     def reshape(self, rank: int, world_size: int, batch_size: int | None = None) -> None:
-        """Take another rank in another group; `batch_size=None` keeps the samples per rank.
+        """Change the rank, the group size and, unless `batch_size` is None, the batch size.
 
-        This ends the pass in progress: call `begin_pass` with the position to resume it.
+        This ends the current pass. To resume it, call `begin_pass` with its position.
 
         Raises:
-            ValueError: A number is out of range.
+            ValueError: A value is out of range.
         """
         check_range("world_size", world_size, minimum=1)
         check_range("rank", rank, minimum=0, maximum=world_size - 1)
@@ -346,7 +346,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.plan = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches in the rest of the pass; if no pass was begun, those of a whole pass."""
+        """Yield this rank's batches in the rest of the current pass, or in a whole pass if none was started."""
         if self.plan is not None and self.num_shards:
             assert self._drawn_for is not None, "a pass was begun"
             return _seeded(self._indices, self.plan, self.rank, self._drawn_for[1:])
@@ -357,7 +357,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return _batches(indices, self._plan(len(indices), consumed=0), self.rank)
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches in the pass as begun; if no pass was begun, in a whole pass."""
+        """Return the number of this rank's batches in the current plan, or in a whole pass if none was started."""
         if self.plan is None and isinstance(self.order, BatchesOrder):
             return self.order.num_samples
         plan = self.plan or self._plan(self.order.num_samples, consumed=0)
@@ -365,14 +365,14 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     @property
     def most_batches(self) -> int:
-        """Number of batches that a rank takes in turn for a full step; 2 stands for any number above 1."""
-        if isinstance(self.order, BatchesOrder):  # batch sizes may change with each pass
+        """Number of successive batches that a rank takes in a full step. With user-defined batches, 2 means several."""
+        if isinstance(self.order, BatchesOrder):  # batch sizes may differ from pass to pass
             return 1 if self.rule is None or self.rule.cap is None else 2
         return self._division.num_batches(self._division.global_size)
 
     @property
     def num_shards(self) -> int:
-        """Number of logical shards in a global batch; 0 if it is divided by ranks."""
+        """Number of logical shards in a global batch; 0 if global batches are split by rank."""
         division = self._division
         return division.num_shards if isinstance(division, ShardedGlobalBatch) else 0
 
@@ -390,7 +390,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, bounds)
 
     def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:
-        # Recovery usually resumes a pass: its order is known already, and drawing it again may take seconds.
+        # Recovery usually resumes the same pass. Reuse its order, because drawing it may take seconds.
         if self._drawn_for != (order, seed, pass_index):
             self._indices = order.indices(seed, pass_index)
             self._drawn_for, self._fingerprint = (order, seed, pass_index), None

@@ -1,7 +1,7 @@
-"""Sources of a replica's batches, and the stream over them.
+"""Sources of a replica's batches, and the stream of batches that a training call draws from them.
 
-The sources differ in how much is known beforehand. For a loader that the library divides, every rank's share of every
-step is known. For any other loader the ranks agree on each step, one step ahead of training and beside it.
+The sources differ in what is known in advance. For a loader that the library shards, every rank's batches in every step
+are known. For any other loader, the ranks all-reduce their batch sizes before each step, in parallel with training.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ _WHEN_TRAINED = 2
 
 
 class DrawnItem(NamedTuple):
-    """An item that a source yields.
+    """A batch that a source yields, with its place in the global step and in the pass.
 
     Attributes:
         batch: The batch.
-        weight: Weight of its gradient.
-        num_samples: Number of real samples in it, if known.
-        total: Number of real samples of all ranks together, if known.
-        is_first: True if the global step begins with this item.
-        is_last: True if the global step ends with this item.
-        seeds: Seeds for training: in this logical shard, and after the step's last shard. None if the generators are
-            not seeded again.
-        is_last_of_pass: True if the pass ends with this item; None if that is not known yet.
+        weight: Weight of the batch's gradient.
+        num_samples: Number of samples in the batch, without padding; None if it is unknown.
+        total: Number of samples of all ranks together; None if it is unknown.
+        is_first: True if the global step starts with this batch.
+        is_last: True if the global step ends with this batch.
+        seeds: Random seeds for this logical shard and for after the step's last shard. None to not reseed.
+        is_last_of_pass: True if the pass ends with this batch; None if that is not known yet.
     """
 
     batch: Any
@@ -59,19 +58,19 @@ class DrawnItem(NamedTuple):
 
 
 class DividedLoaderSource:
-    """A loader that the library divides over the ranks.
+    """Source for a loader that the library shards over the ranks.
 
-    A loader draws a seed for its processes whenever it is opened. Here it draws from a generator of the rank. So ranks
-    do not repeat each other's augmentation, and a pass that was interrupted and resumed leaves the model's generators
-    as if it had run through.
+    A PyTorch loader draws a seed for its processes whenever it is opened. Here it draws the seed from a generator for
+    this rank. As a result, ranks do not repeat each other's augmentations, and interrupting and resuming a pass does
+    not change the state of the global generators that the model uses.
 
     Args:
-        sharded: The rebuilt loader.
-        seed: Decides the order of every pass; the same on all ranks.
+        sharded: The user's loader, rebuilt to load this rank's batches.
+        seed: Determines the order of every pass. It must be identical on all ranks.
 
     Attributes:
-        order: Order of every pass. It belongs to the seed: a saved position brings both.
-        check_plan: Called with the plan for the rest of a pass whenever one is opened or resumed.
+        order: Determines the order of every pass, together with the seed.
+        check_plan: Called with the plan for the rest of the pass whenever a pass is opened or resumed.
     """
 
     is_divided, left_out = True, 0
@@ -95,12 +94,12 @@ class DividedLoaderSource:
         self._ranks = ranks
 
     def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
-        """Check that a user's sampler draws the same on all ranks, and after a resumption the same as before."""
+        """Check that a user's sampler drew the same order on all ranks, and the same as before in a resumed pass."""
         own, before = self._sharded.sampler.fingerprint(), self._order_before
         name, self._order_before = self.order.name, None
         assert own is not None, "only a rank's own order is checked"
         if start_sum is not None and not _are_alike(own, start_sum, world_size):
-            kind = DistNetworkError if is_resumed else ValueError  # a restart makes all samplers anew
+            kind = DistNetworkError if is_resumed else ValueError  # triggers a restart, which recreates all samplers
             raise kind(
                 f"The workers' {name} drew different orders. The library divides one order of all "
                 "samples, which the sampler has to draw alike on every worker: from the global generators of torch, "
@@ -131,7 +130,7 @@ class DividedLoaderSource:
         return True
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return, as plain data, what finds the samples of a step again; see `raysgd.journal`."""
+        """Return plain data from which a step's samples can be determined later. See `raysgd.journal`."""
         sampler = self._sharded.sampler
         return {
             "kind": "loader",
@@ -146,28 +145,28 @@ class DividedLoaderSource:
 
     @property
     def _size(self) -> dict[str, int]:
-        """Size of a pass as stored in positions: in batches if a user's batch sampler forms them, else in samples."""
+        """Size of a pass, as stored in positions: in batches if a user's batch sampler forms them, else in samples."""
         is_of_batches = isinstance(self.order, BatchesOrder)
         return {"num_batches" if is_of_batches else "num_samples": self.num_samples}
 
     @property
     def most_batches(self) -> int:
-        """Number of batches that a rank takes for a global step, one after the other."""
+        """Number of successive batches that a rank takes in a global step."""
         return self._sharded.sampler.most_batches
 
     @property
     def num_shards(self) -> int:
-        """Number of logical shards in a global batch; 0 if it is divided by ranks."""
+        """Number of logical shards in a global batch; 0 if global batches are split by rank."""
         return self._sharded.sampler.num_shards
 
     @property
     def has_own_order(self) -> bool:
-        """True if a user's sampler draws the order, which may differ the next time."""
+        """True if a user's sampler draws the order. It may draw a different order the next time."""
         return isinstance(self.order, SamplerOrder)
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """True if another worker draws the same order; a user's sampler may count its passes by itself."""
+        """True if another worker would draw the same order, unlike a user's sampler that counts its passes itself."""
         is_so = not isinstance(self.order, SamplerOrder) or self.order.is_repeatable(self.seed)
         if not is_so and self._ranks is not None and self._ranks.rank == 0:
             logger.warning(
@@ -208,7 +207,7 @@ class DividedLoaderSource:
             )
             if num_shards and share.is_last:
                 consumed += share.num_global
-        next(batches, None)  # so that the loader ends its processes
+        next(batches, None)  # exhausts the loader, so that it shuts down its processes
 
     def num_steps(self) -> int | None:
         plan = self._sharded.sampler.plan
@@ -220,27 +219,28 @@ class DividedLoaderSource:
 
 
 def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
-    """Return True if all ranks have the same number of 40 bits. All ranks have to ask, and get the same answer."""
-    halves = divmod(own, 2**20)  # small enough that sums of squares fit
+    """Return True if all ranks pass the same 40-bit number. A collective: all ranks must call it."""
+    halves = divmod(own, 2**20)  # small enough that the sum of squares does not overflow
     numbers = torch.tensor([(half, half**2) for half in halves])
     start_sum(numbers)()
     return all(squares * world_size == total**2 for total, squares in numbers.tolist())
 
 
 class PlainSource:
-    """Any iterable, as it is: for a single replica, an evaluation, or replicas that step in lockstep.
+    """Source for any iterable, which is not sharded: for a single replica, an evaluation, or replicas in lockstep.
 
-    In lockstep, a rank that has run out repeats its last batch with weight 0 until all have run out, so no rank hangs.
+    In lockstep, a rank that runs out of batches repeats its last batch with weight 0 until all ranks have run out, so
+    that no rank waits forever in a collective.
 
     Args:
         loader: This rank's batches.
-        is_in_lockstep: True if the ranks step together, however many batches each of them has.
+        is_in_lockstep: True if the ranks step together, even if they have different numbers of batches.
 
     Attributes:
-        is_divided: True if the library divides the data; see `raysgd.trainer.worker.data.feed.DataFeed`.
-        left_out: Number of rows that could not be read and were left out.
-        most_batches: Number of batches that a rank takes for a global step, one after the other.
-        num_shards: Number of logical shards in a global batch; 0 if it is divided by ranks.
+        is_divided: True if the library shards the data. See `raysgd.trainer.worker.data.feed.DataFeed`.
+        left_out: Number of rows that were left out because they could not be read.
+        most_batches: Number of successive batches that a rank takes in a global step.
+        num_shards: Number of logical shards in a global batch; 0 if global batches are split by rank.
     """
 
     is_divided, left_out = False, 0
@@ -252,7 +252,7 @@ class PlainSource:
         self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
     def join(self, ranks: RankSums) -> None:
-        """Join the group of the coming call."""
+        """Join the worker group of the next call."""
         self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
@@ -263,15 +263,15 @@ class PlainSource:
         return (DrawnItem(batch, 1.0, None, None) for batch in self._loader)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return that the samples of a step cannot be found again; see `raysgd.journal`."""
+        """Return plain data that marks the samples of a step as unknown. See `raysgd.journal`."""
         return {"kind": "undivided", "name": type(self._loader).__name__}
 
     def num_steps(self) -> int | None:
-        """Return the number of steps in the latest pass, if known."""
+        """Return the number of steps in the latest pass; None if it is unknown."""
         return length_of(self._loader)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return how many samples all ranks use in that many steps since the pass was opened; 0 if unknown."""
+        """Return 0: how many samples all ranks use in a number of steps is unknown."""
         return 0
 
 
@@ -291,7 +291,7 @@ def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) 
             )
         own = count_samples(last) if has_own else 0
         coming = next(batches, _END) if has_own else _END
-        hear = ask(start_sum, _samples_in(coming))  # the answer arrives while this step is computed
+        hear = ask(start_sum, _samples_in(coming))  # the all-reduce runs while this step is computed
         yield DrawnItem(last, own * world_size / num_samples if num_samples else 0.0, own, num_samples)
 
 
@@ -300,14 +300,14 @@ LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource
 
 
 def ask(start_sum: Summation, num_samples: int | None) -> Callable[[], tuple[int, int]]:
-    """Ask, ahead of a step, how many ranks have a batch and how many samples these hold together.
+    """Start an all-reduce that counts the ranks with a batch in the next step and their samples.
 
     Args:
-        start_sum: Starts a sum over the ranks.
-        num_samples: Number of samples in this rank's batch; None if it has no batch.
+        start_sum: Starts an all-reduce sum over the ranks.
+        num_samples: Number of samples in this rank's batch; None if this rank has no batch.
 
     Returns:
-        A function that waits for the two numbers.
+        A function that waits for the all-reduce and returns the number of ranks and the number of samples.
     """
     counts = torch.tensor([num_samples is not None, num_samples or 0], dtype=torch.int64)
     wait = start_sum(counts)
@@ -325,19 +325,20 @@ def _samples_in(batch: Any) -> int | None:
 
 
 class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
-    """Hands out the batches of a source, and counts samples by the arithmetic of the sampler that divides them."""
+    """Yields the batches of a source, and computes the number of used samples from the source's plan."""
 
     _num_steps_in_pass = _began_at = 0
-    _before: tuple[int | None, int] | None = None  # samples due and used when the group was left; the next plans anew
+    # Number of samples due and used when this worker left its group. Kept until a pass is opened in the next group.
+    _before: tuple[int | None, int] | None = None
 
     @property
     def completed(self) -> int:
         return self.ledger()[1]
 
     def ledger(self) -> tuple[int | None, int, int]:
-        """Return the samples due in this pass, if known, used so far, and in the unfinished step, over all ranks.
+        """Return three sample counts of this pass, over all ranks: due, used so far, and in the unfinished step.
 
-        A second thread may call this while the first works.
+        The number due is None if it is unknown. A second thread may call this during training.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
         if self._before is not None:
@@ -382,7 +383,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
 
 
 def tell_epoch(loader: Any, pass_index: int) -> None:
-    """Tell the loader's sampler which pass begins, if it has `set_epoch`."""
+    """Call `set_epoch` of the loader's sampler or batch sampler with the index of the pass, if it exists."""
     for holder in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(pass_index)

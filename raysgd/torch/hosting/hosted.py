@@ -1,4 +1,4 @@
-"""A hosted PyTorch operator: the operator with its data, its loop, its state, and its place in a group."""
+"""Runs a user's PyTorch operator inside a worker, with its data, training loop, state, and place in the group."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class TorchFacts(RunnerFacts):
     """Facts about a PyTorch operator.
 
     Attributes:
-        num_schedulers: Number of registered schedulers; None if there are none.
+        num_schedulers: Number of registered schedulers; None if no scheduler is registered.
         is_synchronous: True if every step involves all ranks.
-        is_sharded: True if all ranks must help to read a model.
+        is_sharded: True if models are sharded, so that reading a model involves all ranks.
         plateau_metrics: Names of the epoch metrics that `ReduceLROnPlateau` schedulers need.
     """
 
@@ -73,10 +73,10 @@ class TorchFacts(RunnerFacts):
 
 
 class TorchHostedOperator(hosted.HostedOperator):
-    """A hosted PyTorch operator.
+    """Runs a user's PyTorch operator inside a worker, with its data, training loop and state.
 
     Attributes:
-        parallel: Strategy that keeps the replicas equal.
+        parallel: Strategy that keeps the replicas in sync.
     """
 
     settings: TorchSettings
@@ -91,7 +91,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         rule = global_batches(settings)
         feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule, self._make_batch)
         super().__init__(settings, world, feed, ledger)
-        self._modes: ModuleModes | None = None  # modes of the models before an evaluation, to restore them
+        self._modes: ModuleModes | None = None  # train/eval modes of the models before an evaluation, to restore later
         self._prediction: PredictionLoader | None = None
 
     @property
@@ -125,7 +125,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         return facts
 
     def _check_data(self) -> None:
-        """Refuse train data that cannot be divided by global batches, if an option needs that."""
+        """Check that the training data and the optimizers work with the batch options."""
         train, options = self._data("train"), self.settings.batch_options
         if options.is_global and isinstance(train, UndividedLoader):
             name = "deterministic" if options.deterministic else "split_batches"
@@ -141,10 +141,10 @@ class TorchHostedOperator(hosted.HostedOperator):
             )
 
     def _part_ways(self) -> None:
-        """Give this rank random numbers that differ from those of all other ranks."""
+        """Make this rank's random number generators differ from those of all other ranks."""
         rank = self.world.rank
         if self.has_trained:
-            if rank != self.operator.world_rank:  # a new worker may begin with those of this worker's former rank
+            if rank != self.operator.world_rank:  # a new worker at the old rank may have copied these generator states
                 rng.fork(rng.capture(), ~rank)
         elif self.settings.seed is not None:
             rng.part_ways(self.settings.seed, rank)
@@ -192,7 +192,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)
         if not any(group for groups in differing for group in groups):
             return []
-        candidate.take_edited(differing)  # may raise: now, while the old class is still in use
+        candidate.take_edited(differing)  # if this raises, the old class is still in use
         return differing
 
     def take_edited(self, edited: list[Hyperparameters]) -> None:
@@ -210,7 +210,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         if not isinstance(data, ShardedLoader):
             return
         if is_stock(operator, "train_batch") and not (is_stock(operator, "train_epoch") or hasattr(operator, "model")):
-            return  # the user's `train_epoch` does not use the stock `train_batch`, which could not run
+            return  # the default `train_batch` cannot run without `self.model`, so the user's `train_epoch` avoids it
         try:
             self.loop.begin_leg(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
@@ -234,7 +234,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
-        self.loop.forget_time()  # ranks are compared by it, and some are new
+        self.loop.forget_time()  # ranks are compared by their step times, and some ranks are new
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         handover.send(state, takers, self.operator.device)
@@ -259,7 +259,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         gradients, began_at = internals.gradients, stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
-        # Before each pass, refuse parameters that were frozen, unfrozen or added without `rewrap`.
+        # Before each pass, check that no parameters were frozen, unfrozen or added without `rewrap`.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         noting = internals.loss_calls.on(internals.criterion, gradients.note_labels, only_labels=True)
         try:
@@ -276,14 +276,17 @@ class TorchHostedOperator(hosted.HostedOperator):
             parallel.end_leg()
 
     def _rows_of(self, run: EpochRun, stream: Any) -> StepRows | None:
-        """Return the exchange of what the ranks have measured; None if the call could not continue without a rank."""
+        """Return the object that exchanges metrics between the ranks in each step, or None if there is no exchange.
+
+        Only calls that can continue after losing a rank need the exchange.
+        """
         exchange = self.parallel.row_exchange(run.rows.name, self.world.size)
         if exchange is None or self.epoch_obstacle is not None or not self.feed.is_divided(stream):
             return None
         return StepRows(exchange, run)
 
     def _end_evaluation(self) -> None:
-        """Restore the modes of models, and close the loader of a prediction."""
+        """Restore the models' train/eval modes, and close the prediction loader."""
         if self._modes is not None:
             self._modes.give_back()
         if self._prediction is not None:
@@ -291,7 +294,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._modes = self._prediction = None
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
-        """Return the context that adds advice to errors of PyTorch, and checks shares of global batches."""
+        """Return a context manager that adds advice to PyTorch's errors, and checks how global batches are split."""
         is_distributed = self.world.is_distributed
         is_divided = source.is_divided and (is_distributed or self.parallel.leg.shards is not None)
         if isinstance(source, DividedLoaderSource):
@@ -307,7 +310,7 @@ class TorchHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Return the context of an evaluation. Models stay in evaluation mode until they are trained again."""
+        """Return a context manager for an evaluation. Models stay in evaluation mode until the next training call."""
         internals, registered = self.internals, self.internals.registered
         noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
         modes = self._modes = self._modes or ModuleModes()
@@ -320,7 +323,7 @@ class TorchHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Return the context of a prediction. It restores modes and random states, so training is not affected."""
+        """Return a context manager for a prediction. It restores modes and random states, so training is unaffected."""
         registered, modes = self.internals.registered, ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
@@ -368,27 +371,27 @@ class TorchHostedOperator(hosted.HostedOperator):
             torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], None]:
-        """Remember the states of metric objects, and return a function that restores them after a padding batch."""
+        """Save the states of metric objects, and return a function that restores them after a padding batch."""
         return metric_objects.remember(self.operator, self.internals.registered)
 
     def _data(self, name: str) -> Any:
-        """Return the data registered under "train" or "validation"; None if there is none."""
-        if self.operator is None:  # still in `setup`
+        """Return the data registered under "train" or "validation"; None if no data is registered."""
+        if self.operator is None:  # `setup` is still running
             return None
         data = self.internals.data
         return data.train if name == "train" else data.validation
 
 
 def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> Strategy:
-    if settings.use_horovod:  # also for one rank, so that its optimizers have Horovod's methods
+    if settings.use_horovod:  # even for one rank, so that its optimizers have Horovod's methods
         from raysgd.torch.parallel.horovod_parallel import HorovodByHand, HorovodParallel
 
         return HorovodByHand() if settings.strategy == "none" else HorovodParallel(world.size)
     if not (world.is_distributed or settings.may_grow) or settings.strategy == "none":
         return Strategy(has_others=world.is_distributed)
     if settings.strategy == "ddp":
-        return DDP(tells_rows=device.type == "cpu")  # on a GPU, this would wait for the device
-    from raysgd.torch.parallel.fsdp import FSDP  # here, because it loads more parts of PyTorch
+        return DDP(tells_rows=device.type == "cpu")  # on a GPU, sending metrics would wait for the device
+    from raysgd.torch.parallel.fsdp import FSDP  # imported here, because it loads more parts of PyTorch
 
     return FSDP(device, world.size, settings.fsdp_options)
 

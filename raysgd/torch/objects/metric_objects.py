@@ -1,9 +1,10 @@
-"""torchmetrics metrics that are accumulated on every worker and computed once, over everything.
+"""Support for torchmetrics metrics: each worker accumulates its data, and the value is computed once over all data.
 
-The merged states of any number of workers give the value of one metric that has seen all data, up to rounding. The mean
-of the workers' values does not: the F1 score, AUROC or correlation of the whole is not the mean of those of its parts.
+Up to rounding, the merged states of all workers give the same value as one metric that has seen all data. The mean of
+the workers' values would not: the F1 score, AUROC or correlation of all data is not the mean over its parts.
 
-A `MetricState` is detached, on the CPU, and never communicates. It can be pickled, sent to the driver and merged there.
+A `MetricState` is detached from the graph, on the CPU, and never communicates. It can be pickled, sent to the driver
+and merged there.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class MetricState:
-    """The state of a metric, separate from the metric itself.
+    """A copy of the state of a metric.
 
-    Merging only collects states; they are reduced when the value is computed. So the result does not depend on how the
+    Merging only collects states, and computing the value reduces them. The value therefore does not depend on how the
     states were grouped, even for states that torchmetrics does not reduce.
 
     Attributes:
-        parts: One copied metric for each `capture`, in the order of merging.
+        parts: Copied metrics, one for each call of `capture`, in merge order.
     """
 
     parts: tuple[Metric, ...]
 
     def value(self) -> Any:
-        """Compute the metric over everything in this state.
+        """Compute the metric over all data in this state.
 
         Returns:
-            A float for a single number, (nested) lists for tensors with dimensions, and for a metric that
-            returns a dict, list or tuple a dict or list of these.
+            A float for a scalar result, (nested) lists for other tensors, and a dict or list of these for a metric that
+            returns a dict, list or tuple.
         """
         return _plain(_joined(self.parts).compute())
 
     def merged_with(self, others: Sequence[MetricState], /) -> MetricState:
-        """Return the state of one metric that has seen this data, then that of the others, in order."""
+        """Return a state with the data of this state, followed by the data of `others`, in order."""
         return MetricState(tuple(part for state in (self, *others) for part in state.parts))
 
 
@@ -55,10 +56,11 @@ def capture(metric: Metric) -> MetricState:
     """Copy the state of a metric, and reset the metric for the next pass.
 
     Args:
-        metric: A torchmetrics metric, on any device. Its own synchronization between processes is not used.
+        metric: A torchmetrics metric on any device. The metric's built-in synchronization between processes is not
+            used.
 
     Raises:
-        TypeError: It is no such metric.
+        TypeError: `metric` is not a `torchmetrics.Metric`.
         ImportError: torchmetrics is not installed.
     """
     metric_cls = _metric_class()
@@ -74,9 +76,10 @@ def capture(metric: Metric) -> MetricState:
 
 
 def remember(*holders: Any) -> Callable[[], None]:
-    """Remember the metrics among the attributes of objects, and return a function that restores them.
+    """Save the states of metrics among the attributes of objects, and return a function that restores them.
 
-    A metric that was reset in between is left alone. Metrics in modules, lists, tuples and dicts are found.
+    Metrics inside modules, lists, tuples and dicts are included. A metric that was reset in the meantime is not
+    restored.
     """
     return remember_all(_held_by_any(holders))
 
@@ -89,7 +92,7 @@ def reset(*holders: Any) -> None:
 
 @contextmanager
 def set_aside(*holders: Any) -> Iterator[None]:
-    """Reset the metrics among the attributes of objects, and restore them at the end of the block."""
+    """Reset the metrics among the attributes of objects, and restore their states at the end of the `with` block."""
     metrics = [inner for metric in _held_by_any(holders) for inner in _metrics_in(metric)]
     kept = [(metric, _contents(metric)) for metric in metrics]
     reset(*holders)
@@ -101,7 +104,7 @@ def set_aside(*holders: Any) -> Iterator[None]:
 
 
 def remember_all(metrics: Iterable[Metric]) -> Callable[[], None]:
-    """Remember the contents of metrics and the metrics inside them, and return a function that restores them."""
+    """Save the states of metrics and the metrics nested in them, and return a function that restores them."""
     inner_metrics = {id(inner): inner for metric in metrics for inner in _metrics_in(metric)}
     kept = [(metric, _contents(metric)) for metric in inner_metrics.values()]
 
@@ -123,7 +126,7 @@ def _held_by_any(holders: Sequence[Any]) -> Iterable[Metric]:
 
 
 def _held_by(value: Any) -> dict[int, Metric]:
-    """Return the metrics in a structure, by id."""
+    """Return the metrics in a nested structure, by object ID."""
     if isinstance(value, torch.nn.Module):
         return {id(metric): metric for metric in _metrics_in(value)}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -131,7 +134,7 @@ def _held_by(value: Any) -> dict[int, Metric]:
 
 
 def _contents(metric: Metric) -> dict[str, Any]:
-    """Return copies of everything that updates change. Of a list, copy only the list, since updates append to it."""
+    """Copy all attributes that updates can change. Lists are copied shallowly, because updates only append to them."""
     kinds = (torch.Tensor, list, int, float, type(None))
     return {name: _copied(value) for name, value in vars(metric).items() if isinstance(value, kinds)}
 
@@ -149,13 +152,13 @@ def _metric_class() -> type[Metric]:
 
 
 def _metrics_in(metric: torch.nn.Module) -> Iterator[Metric]:
-    """Yield the metric and those inside it, because the state of a wrapper is in its children."""
+    """Yield a metric and the metrics nested in it, because the state of a wrapper metric is in its children."""
     metric_cls = _metric_class()
     return (module for module in metric.modules() if isinstance(module, metric_cls))
 
 
 def _prepare_for_copying(metric: Metric) -> None:
-    """Remove what cannot or must not be copied: graphs, and cached values."""
+    """Detach the states from their graphs and remove cached values, none of which should be copied."""
     for inner in _metrics_in(metric):
         require_names(inner, "_computed", "_forward_cache", "_to_sync", "_update_count", "_reductions")
         inner._computed = None
@@ -172,7 +175,7 @@ def _detached(state: Any) -> Any:
 
 def _disconnected_copy(metric: Metric) -> Metric:
     """Copy a metric to the CPU, without its connection to a process group."""
-    # A process group can be neither copied nor pickled. With this memo, the copy has None instead.
+    # A process group can be neither copied nor pickled. This memo makes `deepcopy` use None instead.
     memo: dict[int, Any] = {id(inner.process_group): None for inner in _metrics_in(metric)}
     clone = copy.deepcopy(metric, memo).cpu()
     for inner in _metrics_in(clone):
@@ -182,8 +185,8 @@ def _disconnected_copy(metric: Metric) -> Metric:
 
 
 def _joined(parts: Sequence[Metric]) -> Metric:
-    """Return one metric that has seen the data of all parts, which are not changed."""
-    # A part without data has only defaults, which some reductions would count as data.
+    """Return a new metric with the data of all parts."""
+    # Skip parts without data: they hold default values, which some reductions would count as data.
     used = [part for part in parts if _saw_anything(part)]
     joined = copy.deepcopy(used[0] if used else parts[0])
     if len(used) > 1:
@@ -202,8 +205,8 @@ def _fill(target: Metric, sources: Sequence[Metric]) -> None:
     if type(target).merge_state is not _metric_class().merge_state:
         _fill_by_its_own_rule(target, sources)
     else:
-        # The stock `merge_state` merges two metrics at a time, refuses those with `full_state_update`, and
-        # weights a "mean" state by the updates of one side only. The reductions have none of these limits.
+        # The default `merge_state` merges two metrics at a time, rejects metrics with `full_state_update`, and
+        # weights a "mean" state by the updates of one side only. Applying the reductions has none of these limits.
         counts = [source.update_count for source in sources]
         for name, reduction in target._reductions.items():
             setattr(target, name, _reduced([getattr(source, name) for source in sources], reduction, counts))
@@ -219,7 +222,7 @@ def _fill_by_its_own_rule(target: Metric, sources: Sequence[Metric]) -> None:
 
 
 def _reduced(states: list[Any], reduction: Any, counts: list[int]) -> Any:
-    """Reduce one state of several metrics as between processes, but weight means by the number of updates."""
+    """Reduce one state of several metrics as torchmetrics does across processes, but weight means by update counts."""
     utilities = require("torchmetrics.utilities.data", "metrics")
     if any(isinstance(state, list) for state in states):
         return [item for state in states for item in (state if isinstance(state, list) else [state])]

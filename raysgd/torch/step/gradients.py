@@ -1,6 +1,6 @@
-"""The gradients of an operator: computed, weighted, averaged over batches and workers, and applied.
+"""Computes an operator's gradients, weights them, averages them over batches and workers, and steps the optimizers.
 
-Clipping, callbacks and accumulation take effect wherever an optimizer steps, in stock code or user code (ADR 23).
+Clipping, callbacks and accumulation take effect wherever an optimizer steps, in library code or user code (ADR 23).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class OwnSteps:
-    """Hooks into the steps of optimizers: shows the gradients to callbacks, and clips them, right before each step.
+    """Hooks into optimizer steps: passes the gradients to callbacks and clips them, right before each step.
 
     Attributes:
         clips: True if gradients are clipped.
-        check_labels: Raises if a loss counts labels unevenly and no weight was passed. None for no check.
+        check_labels: Function that raises if a loss counts labels unevenly and no weight was passed. None for no check.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class OwnSteps:
         self._sees_all = True
         self.check_labels: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
-        self._about_to_step: set[int] = set()  # IDs of the optimizers that step with gradients
+        self._about_to_step: set[int] = set()  # IDs of the optimizers whose current step has gradients
 
     def watch(self, optimizers: Sequence[Any]) -> None:
-        """Hook into the steps of these optimizers, so that clipping also works if user code steps them."""
+        """Install hooks on the steps of these optimizers, so that clipping works even if user code steps them."""
         for undo in self._undo:
             undo()
         self._optimizers = optimizers
@@ -67,15 +67,15 @@ class OwnSteps:
         self._undo = [each.remove for each in handles]
 
     def sees(self, optimizer: Any) -> bool:
-        """Return True if each step of an optimizer is noted here."""
+        """Return True if the hooks see every step of an optimizer."""
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
 
     def misses_clipping(self, leg: Leg) -> bool:
-        """Return True if gradients should be clipped but were not, and an optimizer may have stepped without hooks."""
+        """Return True if gradients should be clipped, nothing was clipped in the leg, and an optimizer has no hooks."""
         return self.clips and not leg.has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
-        """Unscale and clip the gradients of an optimizer, and step it."""
+        """Unscale and clip the gradients of an optimizer, and step the optimizer."""
         if self.clips or self._callbacks.wants_gradients:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
@@ -99,7 +99,7 @@ class OwnSteps:
             self._bounds.clip_grad_value(parameters, options.clip_grad_value)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called before each step of an optimizer, whoever steps it."""
+        """Called before each step of an optimizer, from library code or user code."""
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -110,7 +110,7 @@ class OwnSteps:
         self._check_closure(optimizer)
 
         def compute() -> Any:
-            self._parallel.leg.stepped(optimizer)  # each call of the closure begins without gradients
+            self._parallel.leg.stepped(optimizer)  # each call of the closure must start without gradients
             loss = closure()
             self._check_gradients(optimizer)
             return loss
@@ -118,7 +118,7 @@ class OwnSteps:
         return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _check_closure(self, optimizer: Any) -> None:
-        """Refuse a closure, which computes a whole step, if a step needs other ranks or several batches."""
+        """Raise if an optimizer got a closure, which computes a whole step, and steps need several ranks or batches."""
         name, leg = type(optimizer).__name__, self._parallel.leg
         if leg.is_global:
             raise ValueError(
@@ -134,7 +134,7 @@ class OwnSteps:
 
     def _check_gradients(self, optimizer: Any) -> None:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
-            return  # the step changes nothing: some programs step once before a scheduler
+            return  # a step without gradients changes nothing; some programs do one before the first scheduler step
         leg = self._parallel.leg
         if not self._steps_itself and leg.window > 1 and leg.adds_to(optimizer):
             raise ValueError(
@@ -150,23 +150,23 @@ class OwnSteps:
             self._clip(optimizer)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        """Called after each step of an optimizer, whoever steps it."""
-        if not self._steps_itself:  # otherwise `Gradients.apply` calls it, also if it leaves the step out
+        """Called after each step of an optimizer, from library code or user code."""
+        if not self._steps_itself:  # otherwise `Gradients.apply` calls `leg.stepped`, even if it skips the step
             self._parallel.leg.stepped(optimizer)
         if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
             return
-        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer skips its step itself
+        overflow = getattr(optimizer, "found_inf", None)  # on overflow, a fused optimizer itself skips the update
         if overflow is None or not overflow.item():
             self._callbacks.stepped(optimizer)
 
 
 def tells_of_steps(optimizer: Any) -> bool:
-    """Return True if an optimizer has hooks for its steps, like those of PyTorch."""
+    """Return True if an optimizer supports PyTorch's hooks before and after a step."""
     return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
 
 
 def _unscale_for_step(optimizer: Any) -> None:
-    """Unscale the gradients of a fused optimizer before its step. `GradScaler` lets it do so in the step otherwise."""
+    """Unscale the gradients of a fused optimizer before its step. Normally, it unscales them during the step."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return
@@ -180,7 +180,7 @@ _NOTHING = nullcontext()
 
 
 def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
-    """Replace the gradients of parameters by 0 inside the context. For a batch that counts 0: its loss may be NaN.
+    """Replace the gradients of parameters by 0 inside the context, for a batch with weight 0, whose loss may be NaN.
 
     With `find_unused_parameters=True`, `DistributedDataParallel` passes None to hooks of outputs that no loss uses.
     """
@@ -192,7 +192,7 @@ def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
 
 
 class Gradients:
-    """Computes the gradients of a step. Over all its batches and ranks, they equal the gradient of one big batch."""
+    """Computes the gradients of a step, so that they equal the gradient of one batch with all samples of the step."""
 
     def __init__(self, precision: Precision, parallel: Strategy, own_steps: OwnSteps, once: Once) -> None:
         self._precision = precision
@@ -203,26 +203,26 @@ class Gradients:
     # ------------------------------------------------------------------------------------ labels
 
     def note_labels(self, call: LossCall) -> None:
-        """Note a PyTorch loss over labels, so that `backward` of this loss knows how many labels it counts."""
+        """Record a call of a PyTorch loss over labels, so that `backward` knows the number of labels of this loss."""
         if call.amount is None or not torch.is_grad_enabled():
             return
         leg, batch = self._parallel.leg, self._parallel.leg.batch
         if not batch.is_padding:
             batch.amounts.append(call.amount)
         if leg.has_several_batches:
-            leg.labels = call._replace(output=None, target=None)  # these are large, and must not outlive the batch
+            leg.labels = call._replace(output=None, target=None)  # large tensors, which must not outlive the batch
             batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
 
     def _weight_of(self, given: Any) -> Any:
-        """Return the weight of a batch that does not count by its samples.
+        """Return the weight of a batch, or None to weight it by its number of samples.
 
         Args:
-            given: Weight from user code; None to use the labels of the last loss that was noted.
+            given: Weight from user code; None to use the labels of the last recorded loss.
         """
         leg, labels = self._parallel.leg, self._parallel.leg.labels
         weight = labels.amount if given is None else as_weight("weight", given)
         if leg.shards is not None:
-            if given is None and labels.is_uneven is not True:  # on a device, `check_counted` checks it later
+            if given is None and labels.is_uneven is not True:  # `check_counted` checks labels on a device later
                 return None
             by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
             what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
@@ -234,7 +234,7 @@ class Gradients:
         return 0.0 if leg.batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
 
     def check_labels(self) -> None:
-        """Refuse a batch whose loss counts labels unevenly, if no weight was passed for it.
+        """Raise if the batch's loss counts labels unevenly and no weight was passed for the batch.
 
         Labels on a device are checked when the call ends, because checking them here would wait for the device.
         """
@@ -245,10 +245,10 @@ class Gradients:
                 self.check_counted(leg)
 
     def check_counted(self, leg: Leg) -> None:
-        """Check that no batch of the leg counted by its samples although its loss counts labels unevenly.
+        """Check that no batch was weighted by its samples although its loss counts labels unevenly.
 
         Raises:
-            ValueError: One did, so gradients differ from those of a single process.
+            ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
         """
         uncounted, leg.uncounted = leg.uncounted, False
         if uncounted:
@@ -268,17 +268,17 @@ class Gradients:
         weight: Any,
         trained: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """Compute the gradients of a loss. Clear the old ones first, unless the loss adds to them.
+        """Compute the gradients of a loss. Clear the old gradients first, unless the new ones add to them.
 
         Args:
-            loss: The loss of the batch, a mean over its samples or its weight.
-            chosen: Optimizers that the loss is for.
-            bystanders: Other optimizers whose gradients are cleared as well, because stock code has no other loss.
-            weight: Weight of the batch from user code; None if it passed none.
-            trained: Returns all trained parameters.
+            loss: The batch's loss, a mean over its samples or over the units that its weight counts.
+            chosen: Optimizers that the loss trains.
+            bystanders: Other optimizers whose gradients are also cleared, because library code has only this loss.
+            weight: The batch's weight from user code; None if user code passed no weight.
+            trained: Function that returns all trained parameters.
         """
         leg, cleared, is_given = self._parallel.leg, [*chosen, *bystanders], weight is not None
-        if not (is_given or leg.has_several_batches):  # the batch is a whole step, so its weight does not matter
+        if not (is_given or leg.has_several_batches):  # the step has only this batch, so its weight does not matter
             self._clear(chosen, bystanders)
             leg.note_backward(cleared)
             if self._parallel.has_others:
@@ -308,11 +308,11 @@ class Gradients:
     def _pass(
         self, loss: torch.Tensor, optimizer: Any, cleared: list[Any], is_further: bool, counted: Counted | None = None
     ) -> None:
-        """Run a backward pass of a batch. `counted` is its amount, if it does not count by samples."""
+        """Run a backward pass of a batch. `counted` is the batch's amount, or None if it is weighted by samples."""
         leg = self._parallel.leg
         if not self._parallel.synchronizes or (counted is None and not is_further):
             self._precision.backward(loss, optimizer)
-        elif is_further:  # adds to averaged gradients, so the hook must not weight the sum: weight the loss instead
+        elif is_further:  # it adds to averaged gradients, which the hook must not weight: weight the loss instead
             factor = counted.factor() if counted is not None else leg.batch.weight if leg.window == 1 else 1.0
             with self._parallel.further_pass(self._parameters(cleared)):
                 self._precision.backward(loss * factor, optimizer)
@@ -321,7 +321,7 @@ class Gradients:
                 self._precision.backward(loss, optimizer)
 
     def _note_total(self, counted: Counted, optimizers: list[Any], is_given: bool) -> None:
-        """If user code says that nothing counts, let optimizers not step. Otherwise keep the mean amount for later."""
+        """Store the mean amount per rank. If user code gave all ranks' batches weight 0, skip the optimizers' step."""
         if is_given or counted.is_known:
             total = counted.total
             if is_given and total == 0.0:
@@ -330,7 +330,7 @@ class Gradients:
                 self._parallel.leg.usual = total / self._parallel.num_ranks
 
     def share(self, weight: Any = None, is_given: bool = True) -> float:
-        """Count a batch in its window. Return the factor for its loss."""
+        """Add the batch to its accumulation window. Return the factor for the batch's loss."""
         parallel = self._parallel
         weight = None if weight is None else float(weight)
         return parallel.leg.share(weight, parallel.num_ranks, is_of_criterion=not is_given)
@@ -339,10 +339,10 @@ class Gradients:
         return (parameter for each in optimizers for parameter in self._precision.parameters(each))
 
     def _clear(self, chosen: Sequence[Any], bystanders: Sequence[Any]) -> None:
-        """Clear the gradients that this batch does not add to.
+        """Clear the gradients of optimizers, except those that this batch adds to.
 
         Raises:
-            ValueError: Gradients that it adds to are gone, or it is unknown if an optimizer stepped with them.
+            ValueError: Gradients that the batch adds to were cleared, or an optimizer may have stepped with them.
         """
         leg, stale = self._parallel.leg, []
         for each in chosen:
@@ -354,7 +354,7 @@ class Gradients:
             each.zero_grad()
 
     def _check_waiting(self, optimizer: Any) -> None:
-        """Check the gradients to which a loss is added."""
+        """Check that the gradients that a loss adds to were not cleared, and that no step can have used them unseen."""
         leg = self._parallel.leg
         if leg.window == 1 and not self._own_steps.sees(optimizer):
             raise ValueError(
@@ -370,7 +370,7 @@ class Gradients:
             )
 
     def _compute_shard(self, loss: torch.Tensor, optimizers: list[Any], trained: list[torch.Tensor]) -> None:
-        """Compute the gradients of a logical shard. After the last one, add up those of the global batch."""
+        """Compute the gradients of a logical shard. After the step's last shard, sum the gradients of all shards."""
         leg = self._parallel.leg
         assert leg.shards is not None
         leg.end_forward()
@@ -392,13 +392,13 @@ class Gradients:
     # ------------------------------------------------------------------------------------ steps
 
     def complete(self, optimizer: Any) -> None:
-        """Complete the gradients of a step: average them over its batches and over samples that were not left out.
+        """Finish an accumulated step's gradients: average them over all batches and all samples that were not left out.
 
-        If nothing counts, gradients are cleared, and the optimizer does not step. If nothing counts because the
-        loss ignores all labels, gradients are 0, as in a single process.
+        If the total weight is 0, clear the gradients, so that the optimizer does not step. If it is 0 because the loss
+        ignores all labels, set the gradients to 0, as in a single process.
 
         Raises:
-            ValueError: This rank leaves samples out, and the other ranks do not know.
+            ValueError: This rank leaves samples out, and the other ranks cannot know about it.
         """
         leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
         window, omitted, parameters = leg.waiting, leg.omitted, self._precision.parameters(optimizer)
@@ -423,7 +423,11 @@ class Gradients:
                     parameter.grad.mul_(correction)
 
     def _learn_omitted(self, omitted: Omitted) -> None:
-        """Use this rank's numbers alone, if no exchange brought those of the others. Raises if that would be wrong."""
+        """Correct by only this rank's omitted samples, because no communication sent the other ranks' numbers.
+
+        Raises:
+            ValueError: This rank omits samples, and the other ranks cannot know about it.
+        """
         if self._parallel.num_ranks > 1 and any(omitted.own):
             raise ValueError(
                 "`training_step` returned None on one of several workers, which the others cannot learn here: only "
@@ -433,7 +437,7 @@ class Gradients:
         omitted.learn([omitted.own])
 
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
-        """Keep optimizers from stepping, because nothing counts in their gradients. Warn once."""
+        """Clear the gradients of optimizers and skip their step, because no batch counts. Warn once."""
         for each in optimizers:
             self._parallel.leg.batch.left_out.add(id(each))
             for parameter in self._precision.parameters(each):
@@ -445,7 +449,7 @@ class Gradients:
             )
 
     def apply(self, optimizers: Iterable[Any]) -> None:
-        """Step optimizers if the batch is the last one of its step."""
+        """Step the optimizers if the batch is the last batch of its step."""
         leg = self._parallel.leg
         for optimizer in optimizers:
             if leg.window > 1:
@@ -459,7 +463,7 @@ class Gradients:
             leg.stepped(optimizer)
 
     def compare_weight(self, metrics: Mapping[str, Any], name: str) -> None:
-        """Warn once if metrics are averaged by a weight, and gradients are not."""
+        """Warn once if metrics are averaged with a weight that no backward pass of the batch used."""
         weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.leg.batch.weights
         if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self._once.is_first("weight"):
             logger.warning(
@@ -474,7 +478,7 @@ def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
     """Call the operator's `backward` with the weight that `forward` returned.
 
     Raises:
-        TypeError: The user's `backward` has no argument `weight`.
+        TypeError: The user's `backward` does not accept `weight`.
     """
     if not _takes(operator.backward, "weight"):
         raise TypeError(
@@ -485,7 +489,7 @@ def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
 
 
 def step_with(operator: Any, optimizer: Any) -> None:
-    """Call the operator's `optimizer_step` for `optimizer`. A user's override may not take that argument."""
+    """Call the operator's `optimizer_step`, with `optimizer` if the user's override accepts that argument."""
     arguments = (optimizer,) if _takes(operator.optimizer_step, "optimizer") else ()
     operator.optimizer_step(*arguments)
 
