@@ -47,7 +47,7 @@ immediately. If that worker is frozen, the checkpoint may never arrive."""
 
 
 class CheckpointLostError(Exception):
-    """A checkpoint was lost together with the worker that was sending it. The run continues from the previous checkpoint."""
+    """A checkpoint was lost with the worker that was sending it. The run continues from the previous checkpoint."""
 
 
 class CheckpointTaker(ABC):
@@ -184,7 +184,7 @@ class CheckpointStrategy:
     def __post_init__(self) -> None:
         if self.checkpoint_score_attribute is None:
             raise ValueError("`checkpoint_score_attribute=None`: need the name of a value in the checkpoints.")
-        CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)  # validates the values
+        CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)  # validates
 
 
 def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> CheckpointStrategy | None:
