@@ -27,7 +27,7 @@ class CheckpointUploadMode(Enum):
     """How `report` stores a checkpoint.
 
     With `SYNC`, `report` returns once a checkpoint folder is stored. With `ASYNC`, it returns immediately. In both
-    modes, a dict checkpoint is copied, and the copy is sent while the function continues.
+    modes, a dict checkpoint is copied, and the copy is sent while the function continues. `NO_UPLOAD` is not supported.
     """
 
     ASYNC = "ASYNC"

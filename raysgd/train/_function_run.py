@@ -98,7 +98,7 @@ class FunctionRun:
         self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
         self._on_wait, self._preemption = on_wait, preemption
         self._leaving = leaving or Leaving()
-        self._know_of_signal = False  # True once functions know of a signal, so that they may return early
+        self._know_of_signal = False  # True once functions were told of a signal, so that they may return early
         self._queues = MessageQueues()
         self._attempt: int | None = None  # number of the group that the function was last started on
         self._joined_attempt: int | None = None
@@ -261,8 +261,8 @@ class FunctionRun:
     def _starts(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """Return the arguments that start the function on each rank, or empty tuples if it is already running.
 
-        The controller calls this method for each attempt, so this method must not call the controller. The group is
-        the one that the hooks recorded when it started.
+        The controller calls this method for each attempt, so this method must not call the controller. The hooks know
+        the current group.
         """
         hooks = self._hooks
         if self._is_running:
@@ -355,13 +355,14 @@ class FunctionRun:
     # --------------------------------------------------------------------------------------------------------- messages
 
     def _next_messages(self) -> Sequence[Message | None]:
-        """Return the next message of each reporting rank. Until then, answer the questions of the functions."""
+        """Return the next message of each reporting rank, after answering the functions' questions to the driver."""
         while True:
             self._leave_if_late()
             self._queues.follow(self._attempt, self._members)
             while not self._queues.has_step:
                 self._queues.extend(self._call(FunctionReplica.next_messages, self._told_to_take))
-                self.may_restart = self.may_restart and self._queues.has_step  # otherwise steps followed the checkpoint
+                # If a rank's message is still missing, functions have already continued after the checkpoint.
+                self.may_restart = self.may_restart and self._queues.has_step
             messages = self._queues.take_step()
             questions = questions_in(messages)
             if not questions:
@@ -523,7 +524,7 @@ class FunctionStep:
         checkpoint_ref: The step's checkpoint, if it has one. A checkpoint to send takes precedence over a checkpoint
             that workers store.
         source: Rank that holds the checkpoint.
-        refused: Ranks that wait for a decision on their checkpoint, which will not be used, with its token.
+        refused: Ranks whose checkpoint will not be used, each with the checkpoint's token. They wait for this decision.
         stored: Checkpoints that ranks store themselves, by rank.
     """
 
@@ -539,7 +540,7 @@ def check_step(messages: Sequence[Message | None]) -> FunctionStep:
     """Combine the messages of all workers into one step. A message is None if its worker does not report yet.
 
     Raises:
-        StepMismatchError: The messages have different types.
+        StepMismatchError: The functions made different calls.
     """
     ended = [message for message in messages if isinstance(message, FunctionEnded)]
     if len(ended) == sum(message is not None for message in messages):
@@ -611,7 +612,7 @@ def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ..
 
 
 def _wait_on() -> None:
-    """Do nothing. Replaces the `on_wait` that would end the run after a signal."""
+    """Do nothing. Used as `on_wait` instead of `_watch`, which may end the run after a signal."""
 
 
 def _arrived(transfer: Any) -> Any:

@@ -257,7 +257,7 @@ class CheckpointManager(CheckpointTaker):
             run_dir: Folder of the run. Checkpoints are written to a subfolder. None writes no files.
             checkpoint: The checkpoint that the run starts from.
             strategy: Decides which checkpoints to keep; None to keep all.
-            latest_id: Number of the last checkpoint before this run. The run's checkpoints continue from it.
+            latest_id: Number of the last checkpoint before this run. The run continues the numbering.
         """
         with failure_logged(logger.error, "could not keep the last checkpoint of the previous run: %r"):
             self.flush()

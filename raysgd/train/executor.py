@@ -330,7 +330,7 @@ class BackendExecutor:
             dataset: Data to shard across the workers: an object with `split(n, equal=True)`, or a dict of such objects.
             checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved checkpoint.
             checkpoint_strategy: Decides which checkpoints to keep.
-            latest_checkpoint_id: Number of the last checkpoint before this run. The run's checkpoints continue from it.
+            latest_checkpoint_id: Number of the last checkpoint before this run. The run continues the numbering.
             config: Argument of the function, passed unchanged; None for an empty dict.
 
         Raises:
@@ -513,7 +513,7 @@ class BackendExecutor:
         Raises:
             WorkerError: The function raised. The error is also an instance of the class that was raised.
             TrainingWorkerError: A worker died, and new workers have started. This is also a `RuntimeError`.
-            WorkersLostError: A worker died, and either `max_retries` allows no failure or the new workers died too.
+            WorkersLostError: A worker died, and either no retry is left or the new workers died too.
         """
         if self._run is None or self._run.is_over:
             self._budget.renew()
@@ -628,7 +628,7 @@ def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> Preempt
 
     Args:
         nodes: The node of each rank.
-        deadlines: The time at which each of these nodes is taken away, in milliseconds of Unix time; 0 if unknown.
+        deadlines: For each node that will be taken away, the time in milliseconds of Unix time; 0 if it is unknown.
     """
     ranks = {node: [rank for rank, place in enumerate(nodes) if place == node] for node in nodes if node in deadlines}
     times = [deadlines[node] for node in ranks if deadlines[node]]
@@ -636,7 +636,7 @@ def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> Preempt
 
 
 def restarts_allowed(max_retries: int) -> float:
-    """Return the number of restarts that `max_retries` allows. As in the old library, the last retry raises.
+    """Return the number of restarts that `max_retries` allows. As in the old library, its last failure is raised.
 
     >>> [restarts_allowed(number) for number in (0, 1, 3, -1)]
     [0, 0, 2, inf]

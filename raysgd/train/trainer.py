@@ -1,8 +1,8 @@
 """`Trainer`: runs a training function on N workers, and returns its reports and results.
 
 `Trainer` is a front end: its executor runs the workers, and the engine replaces lost workers. This module also contains
-`TrainingIterator`, which iterates over reports, and `TrainWorkerGroup`, workers with a user's objects. A run's
-callbacks are called in order. All of them are notified of the run's end, even if the run or a callback fails.
+`TrainingIterator`, which iterates over reports, and `TrainWorkerGroup`, workers that hold a user's objects. A run's
+callbacks are called in order. All callbacks are notified of the run's end, even if the run or a callback fails.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ class Trainer:
         return make_trainable(self._make_alike, train_func, dataset, self._bundles, self._strategy)
 
     def create_logdir(self, log_dir: str | Path | None) -> Path | Folder:
-        """Create the parent folder of the runs and return it. Without `log_dir`, the folder is named after the time."""
+        """Create the parent folder of the runs and return it. Without `log_dir`, its name contains the time."""
         return make_logdir(log_dir)
 
     def create_run_dir(self) -> Path | Folder:
