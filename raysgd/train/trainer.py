@@ -274,7 +274,7 @@ class Trainer:
         return TrainingIterator(self._executor.start_plan(plan, self.create_run_dir()))
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Start the workers, create an object of your class in each worker, and connect the workers.
+        """Start and connect the workers, and create an object of your class in each worker.
 
         Args:
             train_cls: The class.
@@ -293,8 +293,8 @@ class Trainer:
         """Return a trainable for `ray.tune`. Each trial creates such a trainer and runs the function with its config.
 
         A trial passes each report of rank 0 to Tune. With each report, and at the end, Tune gets the newest checkpoint
-        if it does not have it yet. Earlier checkpoints since the last report are skipped. A trial uses the default
-        `max_retries`, and the trial's folder as `logdir`.
+        if it does not have it yet; of several checkpoints between two reports, it gets only the last. A trial uses the
+        default `max_retries`, and the trial's folder as `logdir`.
 
         Args:
             train_func: The function.
@@ -393,8 +393,8 @@ class TrainingIterator:
         """Return the function's return values by rank, or None if the run was aborted.
 
         Args:
-            force: True to let a running function finish first, without its reports. False to return None while the
-                function is running.
+            force: True to let a running function finish first, without its reports. With False, the result is None
+                until the iterator has ended.
         """
         if not self._is_finished and not force:
             logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")

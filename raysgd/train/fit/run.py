@@ -106,7 +106,7 @@ class FitJob:
 
     @property
     def next_index(self) -> int:
-        """Number of the run's first checkpoint: above all numbers in the folder, and at least that of `begin_from`."""
+        """Number of the run's first checkpoint: above all in the folder, and at least the number of `begin_from`."""
         return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
 
     def _end_failed(self, error: BaseException) -> None:
