@@ -1,4 +1,4 @@
-"""Reports: their options, the metrics that the driver adds, and information about nodes that go away."""
+"""Reports: their options, the metrics that the driver adds, and information about nodes that will be taken away."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SHOULD_CHECKPOINT = "should_checkpoint"
 
 
 class CheckpointUploadMode(Enum):
-    """The way in which `report` stores a checkpoint.
+    """How `report` stores a checkpoint.
 
-    `SYNC` returns when a folder is stored, `ASYNC` at once. In both modes, a dict is copied, and sent while the
-    function continues.
+    With `SYNC`, `report` returns once a checkpoint folder is stored. With `ASYNC`, it returns immediately. In both
+    modes, a dict checkpoint is copied, and the copy is sent while the function continues. `NO_UPLOAD` is not supported.
     """
 
     ASYNC = "ASYNC"
@@ -40,9 +40,9 @@ class PreemptionInfo:
     """Nodes with workers that are about to be taken away.
 
     Attributes:
-        deadline_ms: The earliest time at which one is taken away, or at which the run ends, in milliseconds of Unix
-            time; None if Ray does not know it.
-        preempted_node_to_ranks: The ranks on each of them, by node id.
+        deadline_ms: Earliest time at which a node is taken away or the run ends, in milliseconds of Unix time; None if
+            Ray does not know the time.
+        preempted_node_to_ranks: The ranks on each node, by node id.
     """
 
     deadline_ms: int | None
@@ -50,21 +50,21 @@ class PreemptionInfo:
 
     @property
     def preempted_node_ids(self) -> list[str]:
-        """Ids of the nodes, in order."""
+        """The ids of the nodes, sorted."""
         return sorted(self.preempted_node_to_ranks)
 
     @property
     def preempted_ranks(self) -> list[int]:
-        """Ranks on these nodes, in order."""
+        """The ranks on the nodes, sorted."""
         return sorted(rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks)
 
 
 @dataclass(frozen=True)
 class UploadOptions:
-    """Options of a report for its checkpoint, under the names of Ray's `report`.
+    """Options for storing a report's checkpoint, named as in Ray's `report`.
 
     Raises:
-        ValueError: An option is not supported here.
+        ValueError: An option is not supported.
     """
 
     checkpoint_dir_name: str | None = None
@@ -91,7 +91,7 @@ class UploadOptions:
 
     @property
     def deletes(self) -> bool:
-        """True if the function's local folder is deleted after it is stored."""
+        """True if the checkpoint's local folder is deleted after it is stored."""
         given = self.delete_local_checkpoint_after_upload
         return self.is_async if given is None else given
 
@@ -110,13 +110,13 @@ _NOT_DONE: Mapping[str, str] = {
 
 
 EXPERIMENT_TAG = "0"
-"""The tag of the only trial of a run of `fit()`."""
+"""Tag of the only trial of a `fit()` run."""
 
 OF_TRIAL = frozenset({"config", "trial_id", "experiment_tag"})
-"""Keys of a report that identify its trial."""
+"""Report keys that identify the trial."""
 
 OF_PLACE = frozenset({"date", "pid", "hostname", "node_ip"})
-"""Keys of a report with its time and place, which are no metrics."""
+"""Report keys for the time, process and machine of a report. They are not metrics."""
 
 FILLED_IN = (
     OF_TRIAL
@@ -133,28 +133,28 @@ FILLED_IN = (
         "time_since_restore",
     }
 )
-"""All keys that are added to reports, and are no metrics of the user."""
+"""All keys that raysgd adds to reports. They are not metrics of the user."""
 
 _REPLACED = FILLED_IN - {DONE, SHOULD_CHECKPOINT, TIMESTAMP, TIME_THIS_ITER_S}
-"""Keys that replace reported values; for the others, a reported value is kept."""
+"""Keys whose reported values are overwritten. For the other keys in `FILLED_IN`, a reported value is kept."""
 
 
 def iteration_of(report: Mapping[str, Any]) -> int:
-    """Return the number of a report, from 1; 0 if it is missing or damaged."""
+    """Return a report's number, counted from 1. Return 0 if the number is missing or damaged."""
     return int(_number(report.get(TRAINING_ITERATION)))
 
 
 def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) and abs(value) < 1e15 else 0  # a damaged file may have anything
+    return value if isinstance(value, int | float) and abs(value) < 1e15 else 0  # a damaged file may contain any value
 
 
 class MetricsFiller:
-    """Adds to each report what Ray Tune adds: counters, times, host and config.
+    """Adds the same values to each report as Ray Tune: counters, times, host and config.
 
     Args:
         trial_id: Id of the trial.
         config: The config of the trial.
-        clock: Returns the time, in seconds since 1970.
+        clock: Returns the Unix time in seconds.
 
     Attributes:
         iteration: Number of reports so far.
@@ -173,13 +173,13 @@ class MetricsFiller:
         self.begin_attempt({})
 
     def begin_attempt(self, report: Mapping[str, Any]) -> None:
-        """Begin an attempt that continues after a report. Values that are missing or damaged count as 0."""
+        """Start an attempt that continues after `report`. Missing or damaged values count as 0."""
         self.iteration = self._began_at = iteration_of(report)
         self._time_total_s = self._began_at_s = float(_number(report.get(TIME_TOTAL_S)))
         self._last = self._clock()
 
     def fill(self, metrics: Mapping[str, Any], checkpoint_name: str | None) -> dict[str, Any]:
-        """Return the complete report. Added keys replace those of the function, except for the two times."""
+        """Return the complete report. Overwrite the function's values for the keys in `_REPLACED`."""
         now = self._clock()
         self._warn_of_replaced(metrics)
         reported = metrics.get(TIME_THIS_ITER_S)
@@ -211,7 +211,7 @@ class MetricsFiller:
             )
 
     def initial(self) -> dict[str, Any]:
-        """Return the values that are known before the first report."""
+        """Return the values that are already known before the first report."""
         return {**self._where_and_when(int(self._clock())), "config": self._constant["config"]}
 
     def _where_and_when(self, timestamp: Any) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class MetricsFiller:
 
 @cache
 def node_ip() -> str:
-    """Return the address of this node, according to Ray."""
+    """Return this node's IP address, as Ray knows it."""
     import ray
 
     return str(ray.util.get_node_ip_address())

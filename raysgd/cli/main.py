@@ -1,6 +1,6 @@
-"""The command `raysgd`: checks the environment, follows and asks runs, and rewrites old programs.
+"""The `raysgd` command: checks the environment, monitors and inspects runs, and rewrites old programs.
 
-No command begins a run. To train, write a program.
+No command starts a new run. To train, write a program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LABELS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("probl
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="raysgd")
 def main() -> None:
-    """Check this machine, follow and ask runs, and rewrite old programs."""
+    """Check this machine, monitor and inspect runs, and rewrite old programs."""
 
 
 @main.command()
@@ -28,8 +28,8 @@ def main() -> None:
 def doctor(address: str | None, self_test: bool) -> None:
     """Check that this machine can train.
 
-    Looks at versions, GPUs, ports and the cluster, and trains two steps on two workers. Exits with status 1 if
-    something is wrong, and says what to do.
+    Checks versions, GPUs, ports and the cluster, and trains two steps on two workers. If something is wrong, explains
+    how to fix it and exits with status 1.
     """
     from raysgd.cli import doctor
 
@@ -49,7 +49,7 @@ def doctor(address: str | None, self_test: bool) -> None:
 @main.command()
 @click.argument("run_folder", required=False)
 def status(run_folder: str | None) -> None:
-    """Show the state of a run, from its folder.
+    """Show the state of the run in a folder.
 
     RUN_FOLDER is a path or a URI such as s3://bucket/results/run.
     """

@@ -1,4 +1,4 @@
-"""The commands that ask a run: `raysgd why`, `raysgd replay`, `raysgd bisect`."""
+"""The commands that inspect a run: `raysgd why`, `raysgd replay`, `raysgd bisect`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROGRAM = "What to run, such as `train.py:MyOperator`. Nothing in the folder of
 
 
 def _asking(command: Command) -> Command:
-    """Add `--config` to a command, and show errors without their traceback."""
+    """Add `--config` to a command, and show its errors without a traceback."""
 
     @click.option("--config", type=click.Path(dir_okay=False), help="A JSON file with entries of the config.")
     @functools.wraps(command)
@@ -39,9 +39,9 @@ def _asking(command: Command) -> Command:
 @click.option("--program", help=_PROGRAM)
 @_asking
 def why(run_folder: str, step: int | None, jumps: bool, recompute: bool, program: str | None, config: Any) -> None:
-    """Show which samples a step had, and its loss beside those around it.
+    """Show which samples a step trained on, and its loss next to the losses of nearby steps.
 
-    RUN_FOLDER is the folder of a run of `TorchTrainer.fit`.
+    RUN_FOLDER is the folder of a `TorchTrainer.fit` run.
     """
     if (step is None) == (not jumps):
         raise click.UsageError("Pass `--step N`, or `--jumps`.")
@@ -62,9 +62,9 @@ def why(run_folder: str, step: int | None, jumps: bool, recompute: bool, program
 @click.option("--save", type=click.Path(dir_okay=False), help="Write the state after the step to this file.")
 @_asking
 def replay(run_folder: str, step: int, program: str, workers: int, debug: bool, save: str | None, config: Any) -> None:
-    """Train a run again in one process, from the nearest checkpoint before a step up to the step.
+    """Repeat a run in one process, from the nearest checkpoint before a step up to that step.
 
-    RUN_FOLDER is the folder of a run of `TorchTrainer.fit`. Exits with status 1 if the replay is not the run.
+    RUN_FOLDER is the folder of a `TorchTrainer.fit` run. Exits with status 1 if the replay does not reproduce the run.
     """
     from raysgd.replay import replaying
 
@@ -85,9 +85,9 @@ def replay(run_folder: str, step: int, program: str, workers: int, debug: bool, 
 @click.option("--program-b", help="The same for RUN_B, if it is another one.")
 @_asking
 def bisect(run_a: str, run_b: str, program: str | None, program_b: str | None, config: Any) -> None:
-    """Find the first step at which two runs differ, and by what.
+    """Find the first step at which two runs differ, and what differs there.
 
-    RUN_A and RUN_B are folders of runs of `TorchTrainer.fit`.
+    RUN_A and RUN_B are folders of `TorchTrainer.fit` runs.
     """
     from raysgd.replay import bisecting
 

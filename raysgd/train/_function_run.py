@@ -1,10 +1,10 @@
-"""One run of a function on all workers: a sequence of small calls to the controller, the only one that retries.
+"""One run of a function on all workers: a sequence of short calls to the controller. Only the controller retries.
 
-A call asks every worker for the next message of its function. If the group was replaced since the last call, the same
-call also starts the function there, from the newest checkpoint of the run.
+A call requests the next message of every worker's function. If the group was replaced since the last call, the same
+call also starts the function in the new group, from the run's newest checkpoint.
 
-ADR 94 says why the call that asks for the next step also starts the function, and ADR 7 why workers are replaced after
-a failed run.
+ADR 94 explains why the call that requests the next step also starts the function. ADR 7 explains why workers are
+replaced after a failed run.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from raysgd.trainer.driver.leaving import Leaving
 logger = logging.getLogger(__name__)
 
 LEAVING_S = 30.0
-"""How long functions may take from a signal to their next checkpoint: what Kubernetes and Slurm give by default."""
+"""How long functions may take to save after a signal: the default grace period of Kubernetes and Slurm."""
 
 
 class FunctionRun:
     """One run of a function on all workers.
 
     Attributes:
-        may_restart: True if restarting the function now would lose nothing.
-        returned: Return values of the functions by rank, once all have ended.
-        is_over: True once the functions have ended, with or without an error.
+        may_restart: True if restarting the function now would lose no progress.
+        returned: Return values of the functions by rank; None until all functions have finished.
+        is_over: True once the functions have finished, failed or been aborted.
 
     Args:
         controller: Runs the calls and replaces workers that die.
-        hooks: Know the current workers.
+        hooks: Track the current workers.
         spec: The function.
         checkpoints: Receives and writes the checkpoints.
-        budget: Number of restarts that the run may use.
-        decode: Decodes what a worker sends.
-        data: Divides the data; None if there is none.
-        max_workers: While the group is smaller, look for more workers when a restart loses nothing: at the start and
-            after a checkpoint.
-        resize_interval_s: Seconds between two such looks.
+        budget: Retries that the run may use.
+        decode: Converts data from a worker to the backend's format.
+        data: Shards the data; None for a run without data.
+        max_workers: While the group is smaller, look for resources for more workers whenever a restart would lose no
+            progress: at the start and after a checkpoint.
+        resize_interval_s: Seconds between two searches for resources.
         on_wait: Called about ten times a second while waiting for a step.
-        preemption: Returns which nodes are about to be taken away. Takes when the program ends, in milliseconds of Unix
-            time, or None if it goes on.
-        leaving: Knows about a signal that ends the program.
+        preemption: Returns the nodes that are about to be taken away. Its argument is the time at which the program
+            ends, in milliseconds of Unix time, or None if the program continues.
+        leaving: Reports whether a signal is ending the program.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class FunctionRun:
         self._max_workers, self._resize_interval_s = max_workers, resize_interval_s
         self._on_wait, self._preemption = on_wait, preemption
         self._leaving = leaving or Leaving()
-        self._know_of_signal = False  # functions that return then may have more to do
+        self._know_of_signal = False  # True once functions were told of a signal, so that they may return early
         self._queues = MessageQueues()
-        self._attempt: int | None = None  # number of the group on which the function was last started
+        self._attempt: int | None = None  # number of the group that the function was last started on
         self._joined_attempt: int | None = None
-        self._num_changes = 0  # changes of the group before the function started
+        self._num_changes = 0  # number of group changes before the function started
         self._is_muted = False
         self._next_check = float("-inf")
         self._once = Once()
@@ -120,21 +120,21 @@ class FunctionRun:
             self._call(FunctionReplica.start)
 
     def next_step(self) -> FunctionStep:
-        """Return the next step of all workers, and store its checkpoint if it has one.
+        """Return the next step of all workers. If the step has a checkpoint, store it.
 
         Raises:
             StepMismatchError: The workers made different calls.
-            WorkerError: A function raised. The error is also an instance of the class that it raised.
-            WorkersLostError: Workers were lost, and no restart is left.
-            ValueError: A checkpoint lacks the score it is ranked by.
-            Preempted: A signal came, and the newest checkpoint is kept.
+            WorkerError: A function raised. The error is also an instance of the class that was raised.
+            WorkersLostError: Workers were lost, and no retry is left.
+            ValueError: A checkpoint lacks the score that ranks it.
+            Preempted: A signal arrived, and the newest checkpoint is stored.
         """
         with self._aborted_on_error():
             if self.may_restart and self._leaving.is_due():
                 self._leave()
             step = check_step(self._next_messages())
             while step.checkpoint_ref is not None and not self._take(step, step.checkpoint_ref):
-                step = check_step(self._next_messages())  # the functions restarted, and reach this step again
+                step = check_step(self._next_messages())  # the functions restarted and will reach this step again
             self.may_restart = step.checkpoint_ref is not None
             if step.kind is None and self._know_of_signal:
                 self._leave()
@@ -143,12 +143,12 @@ class FunctionRun:
                 self.returned = list(step.data)
                 self._checkpoints.flush()
                 self._end_those_that_wait()
-                if self._spec.is_elastic and not self._queues.are_all_there:  # some stepped in too late to take part
+                if self._spec.is_elastic and not self._queues.are_all_there:  # some workers stepped in too late
                     self._controller.kill_group()
         return step
 
     def next_reports(self) -> list[dict[str, Any]] | None:
-        """Return the metrics of all workers at their next report, or None if the functions have ended."""
+        """Return the metrics of all workers at their next report, or None if the functions have finished."""
         if self.is_over:
             return None
         while (step := self.next_step()).kind is TrainingResultType.CHECKPOINT:
@@ -156,11 +156,11 @@ class FunctionRun:
         return None if step.kind is None else [self.decoded(data) for data in step.data]
 
     def decoded(self, data: Any) -> dict[str, Any]:
-        """Decode what a worker sent, such as metrics, into memory of its own, in the format of the backend."""
+        """Return a decoded copy of a worker's data, such as metrics, in the backend's format."""
         return self._decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
 
     def finish(self) -> list[Any]:
-        """Run the functions to their end without waiting for reports, and return their results by rank."""
+        """Let the functions finish without waiting for reports, and return their results by rank."""
         if not self.is_over:
             self.mute()
         while not self.is_over:
@@ -169,14 +169,14 @@ class FunctionRun:
         return self.returned
 
     def mute(self) -> None:
-        """Stop waiting for reports. Checkpoints are still received."""
+        """Discard reports from now on, so that functions do not wait for them to be read. Still receive checkpoints."""
         self._is_muted = True
         with self._aborted_on_error():
             self._call(FunctionReplica.mute)
         self._queues.drop_reports()
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Stop the functions wherever they are, so that the workers are free for another run."""
+        """Stop running functions so that another run can start. Kill the workers unless they can be reused."""
         if self.is_over:
             return
         self.is_over = True
@@ -188,10 +188,10 @@ class FunctionRun:
             self._controller.kill_group()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
-        """Return True if the workers can run another function: all failed in the same way, or the only one has ended.
+        """Return True if the workers can run another function: all ranks raised, or the only rank's function stopped.
 
-        If only some ranks failed, the others may be in the middle of a collective operation, and the next one would
-        receive its answers.
+        If only some ranks failed, the other ranks may still be inside a collective operation, and the next operation
+        would receive its data.
         """
         size = len(self._members)
         if isinstance(error, WorkerError) and len(error.faults) == size:
@@ -200,7 +200,7 @@ class FunctionRun:
             return False
         try:
             return all(self._controller.run(Call(FunctionReplica.end_function), max_retries=0))
-        except RaySGDError as failed:  # a worker was lost, or something else ended the call
+        except RaySGDError as failed:  # a worker was lost, or the call failed for another reason
             logger.debug("ending the function failed: %s", failed)
             return False
 
@@ -218,10 +218,10 @@ class FunctionRun:
                 logger.warning("%s", lost)
                 self._leave()
 
-    # ---------------------------------------------------------------------------------------------- end at a signal
+    # --------------------------------------------------------------------------------------------- ending on a signal
 
     def _leave(self) -> NoReturn:
-        """End the program, once the newest checkpoint is kept.
+        """End the program once the newest checkpoint is stored.
 
         Raises:
             Preempted: Always.
@@ -235,7 +235,7 @@ class FunctionRun:
         self._leaving.end_program(newest)
 
     def _leave_if_late(self) -> None:
-        """Leave the run if functions take too long from a signal to their next checkpoint."""
+        """End the program if functions take too long to reach their next checkpoint after a signal."""
         if self._leaving.is_due():
             if self._once.is_first("signal"):
                 words = "%s: the run ends at its next checkpoint, or in %g s"
@@ -244,13 +244,13 @@ class FunctionRun:
                 self._leave()
 
     def _watch(self) -> None:
-        """Do what is due while the driver waits for the functions."""
+        """Call `on_wait`, and end the program if functions take too long after a signal. Called while waiting."""
         if self._on_wait is not None:
             self._on_wait()
         self._leave_if_late()
 
     def _find_preemption(self) -> PreemptionInfo | None:
-        """Return what functions get that ask for nodes that go away: all nodes, if the program ends."""
+        """Return the answer to `get_preemption_info`: all nodes if a signal is ending the program."""
         if not self._leaving.is_due():
             return self._preemption(None)
         self._know_of_signal = True
@@ -259,10 +259,10 @@ class FunctionRun:
     # ---------------------------------------------------------------------------------------------------------- workers
 
     def _starts(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return what starts the function on each rank, or empty tuples if it already runs.
+        """Return the arguments that start the function on each rank, or empty tuples if it is already running.
 
-        The controller calls this for each attempt. This method must not call the controller: the group is the one
-        that the hooks saw start.
+        The controller calls this method for each attempt, so this method must not call the controller. The hooks know
+        the current group.
         """
         hooks = self._hooks
         if self._is_running:
@@ -279,7 +279,7 @@ class FunctionRun:
         parts = [None] if self._data is None else self._data(len(worlds), hooks.workers.workers)
         if is_whole:
             start = spec, shared, parts[0]
-            hooks.replicas.start = start  # later workers start with it too; divided data has no share for them
+            hooks.replicas.start = start  # also for workers that start later; sharded data has no shard for them
             starts = [start] * len(worlds)  # one object, so that the engine pickles it once
         else:
             starts = [(spec, shared, hooks.store(part)) for part in parts]
@@ -288,25 +288,25 @@ class FunctionRun:
 
     @property
     def _is_running(self) -> bool:
-        """True if the function runs on the current workers."""
+        """True if the function is running on the current workers."""
         return self._attempt == self._hooks.num_started
 
     @property
     def _members(self) -> Mapping[Any, int]:
-        """The workers that run the function, in order of rank, each with the number of the change that brought it in.
+        """The workers that run the function, in rank order, each with the number of the group change that added it.
 
-        Changes count from the start of the function; 0 if the worker was there from the start.
+        Changes are counted from the start of the function. Workers from the start have the number 0.
         """
         infos = self._hooks.group.infos if self._is_running else ()
         return {info: max(0, self._hooks.joined.get(info, 0) - self._num_changes) for info in infos}
 
     @property
     def _can_be_joined(self) -> bool:
-        """True if new workers can step in while the function runs."""
+        """True if new workers can step in while the function is running."""
         return self._spec.is_elastic and bool(self._hooks.replicas.start)
 
     def _end_those_that_wait(self) -> None:
-        """End the standby workers that wait to step in: they already run the function."""
+        """Kill the standby workers that wait to step in: they have already started the function, which is over."""
         if self._spec.is_elastic:
             self._hooks.replicas.start = ()
             self._hooks.group.standby.kill_all()
@@ -336,7 +336,7 @@ class FunctionRun:
         return values
 
     def _may_grow(self) -> bool:
-        """Return True if the function may restart on more workers now, because nothing is lost by that.
+        """Return True if the function may restart on more workers now without losing progress.
 
         If workers can step in instead, start standby workers and return False.
         """
@@ -355,13 +355,14 @@ class FunctionRun:
     # --------------------------------------------------------------------------------------------------------- messages
 
     def _next_messages(self) -> Sequence[Message | None]:
-        """Answer the questions of the functions until each reporting rank has a message, and return these messages."""
+        """Return the next message of each reporting rank, after answering the functions' questions to the driver."""
         while True:
             self._leave_if_late()
             self._queues.follow(self._attempt, self._members)
             while not self._queues.has_step:
                 self._queues.extend(self._call(FunctionReplica.next_messages, self._told_to_take))
-                self.may_restart = self.may_restart and self._queues.has_step  # else steps followed the checkpoint
+                # If a rank's message is still missing, functions have already continued after the checkpoint.
+                self.may_restart = self.may_restart and self._queues.has_step
             messages = self._queues.take_step()
             questions = questions_in(messages)
             if not questions:
@@ -373,7 +374,7 @@ class FunctionRun:
             )
 
     def _told_to_take(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return each worker's arguments: the index of its next checkpoint, and True if a message is needed from it."""
+        """Return each worker's arguments for `FunctionReplica.next_messages`."""
         starts, queues = self._starts(worlds), self._queues
         queues.follow(self._attempt, self._members)
         index, told = self._checkpoints.next_index, dict[Any, tuple[Any, ...]]()
@@ -385,7 +386,7 @@ class FunctionRun:
         ]
 
     def _take(self, step: FunctionStep, checkpoint_ref: CheckpointRef) -> bool:
-        """Take the checkpoint of a step. Return False if it was lost before it was stored."""
+        """Store or receive a step's checkpoint. Return False if it was lost before its workers stored it."""
         for rank, token in step.refused:
             self._controller.ensure_group().submit_beside(rank, FunctionReplica.refuse, token)
         if not self._store(step.stored):
@@ -395,8 +396,11 @@ class FunctionRun:
         return True
 
     def _store(self, stored: Mapping[int, CheckpointRef]) -> bool:
-        """Let waiting ranks store their checkpoint folders, except files whose names lower ranks use too."""
-        self.may_restart = False  # otherwise the group might grow now and lose them
+        """Let waiting ranks store their checkpoint folders, omitting file names that lower ranks also use.
+
+        Return False if a checkpoint was lost.
+        """
+        self.may_restart = False  # otherwise the group might grow now, which would lose the folders
         taken = taken_names({rank: ref.files or () for rank, ref in stored.items()})
         tokens = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
         left_out = {rank: names for rank, names in taken.items() if names}
@@ -410,7 +414,7 @@ class FunctionRun:
         told = self._told_to_store(tokens, taken)
         if not tokens:
             return True
-        on_wait = self._on_wait or _wait_on  # a signal does not break off what is being stored
+        on_wait = self._on_wait or _wait_on  # a signal must not interrupt the storing
         return all(self._call(FunctionReplica.store, told, may_continue=False, on_wait=on_wait))
 
     def _told_to_store(
@@ -426,7 +430,7 @@ class FunctionRun:
         return told
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
-        """Return a function that gets a checkpoint: out of the message, or from the worker that holds it."""
+        """Return a function that gets a checkpoint's content. If it is not in the message, start its transfer now."""
         if checkpoint_ref.token is None:
             return lambda: self.decoded(checkpoint_ref.data)
         transfer = self._controller.ensure_group().fetch(source, FunctionReplica.fetch, checkpoint_ref.token)
@@ -434,9 +438,9 @@ class FunctionRun:
 
 
 class MessageQueues:
-    """The messages of each rank, oldest first, until all ranks have reached the same step.
+    """The received messages of each rank, oldest first, until all ranks have reached the same step.
 
-    Messages of lost workers are dropped. ADR 94 says why functions may run ahead of their reports.
+    Messages of lost workers are dropped. ADR 94 explains why functions may run ahead of their reports.
     """
 
     def __init__(self) -> None:
@@ -448,16 +452,16 @@ class MessageQueues:
         self._joined: Mapping[Any, int] = {}
 
     def follow(self, attempt: int | None, members: Mapping[Any, int]) -> None:
-        """Set the workers that messages come from, by rank, and drop the messages of all others.
+        """Set the workers that send messages, in rank order, and drop the messages of all other workers.
 
         Args:
-            attempt: Number of times that functions were started. A new start empties all queues.
-            members: The workers, each with the number of the change with which it stepped in.
+            attempt: Number of the group that the function was last started on. A new number empties all queues.
+            members: The workers, each with the number of the group change in which it stepped in.
         """
         known = dict(zip(self._members, zip(self._queues, self._nums_taken, strict=True), strict=True))
         if attempt != self._attempt:
             known, self._met = {}, set(members)
-        if not self._met.intersection(members):  # all workers that had met each other are lost
+        if not self._met.intersection(members):  # all workers that had met are lost
             self._met = set(members)
         self._joined = members
         kept = [known.get(member, (deque(), 0)) for member in members]
@@ -466,7 +470,7 @@ class MessageQueues:
 
     @property
     def has_step(self) -> bool:
-        """True if there is a message from each reporting rank."""
+        """True if every reporting rank has a message in its queue."""
         for queue in self._queues:
             while queue and isinstance(queue[0], RanksMet):
                 number = queue.popleft().number
@@ -475,7 +479,7 @@ class MessageQueues:
 
     @property
     def _reporting(self) -> list[int]:
-        """The ranks that report. A worker that has stepped in reports once it has met the others."""
+        """The ranks that report. A worker that has stepped in reports once it has met the other ranks."""
         return [rank for rank, member in enumerate(self._members) if member in self._met]
 
     @property
@@ -484,21 +488,21 @@ class MessageQueues:
         return len(self._reporting) == len(self._members)
 
     def is_needed(self, rank: int) -> bool:
-        """Return True if this rank reports and has no message in its queue."""
+        """Return True if this rank reports and its queue is empty."""
         return not self._queues[rank] and self._members[rank] in self._met
 
     def num_taken(self, rank: int) -> int:
-        """Return how many messages this rank has sent."""
+        """Return the number of messages that the driver has received from this rank."""
         return self._nums_taken[rank]
 
     def extend(self, found: Sequence[Sequence[Message]]) -> None:
-        """Add the messages that the ranks answered with."""
+        """Append the messages that each rank returned to its queue."""
         for rank, messages in enumerate(found):
             self._queues[rank].extend(messages)
             self._nums_taken[rank] += len(messages)
 
     def take_step(self) -> list[Message | None]:
-        """Remove and return the oldest message of each rank; None for a rank that does not report yet.
+        """Remove and return each rank's oldest message, or None for a rank that does not report yet.
 
         Each reporting rank must have a message.
         """
@@ -506,7 +510,7 @@ class MessageQueues:
         return [queue.popleft() if rank in reporting else None for rank, queue in enumerate(self._queues)]
 
     def drop_reports(self) -> None:
-        """Drop messages that only carry metrics. Muted workers drop theirs in the same way."""
+        """Drop messages that carry only metrics, as muted workers do."""
         self._queues = [deque(message for message in queue if not is_mere_report(message)) for queue in self._queues]
 
 
@@ -515,11 +519,12 @@ class FunctionStep:
     """One step of the functions on all workers.
 
     Attributes:
-        kind: Metrics or a checkpoint; None when all functions have ended.
-        data: Encoded metrics of all workers that report, or return values of the functions, by rank.
-        checkpoint_ref: The checkpoint of the step, if it has one. A checkpoint to send comes before a stored one.
+        kind: The type of the step's messages; None once all functions have finished.
+        data: Encoded metrics of all reporting workers, or return values of the functions, in rank order.
+        checkpoint_ref: The step's checkpoint, if it has one. A checkpoint to send takes precedence over a checkpoint
+            that workers store.
         source: Rank that holds the checkpoint.
-        refused: Tokens of the unused checkpoints of other ranks, which wait to be told so, by rank.
+        refused: Ranks whose checkpoint will not be used, each with the checkpoint's token. They wait for this decision.
         stored: Checkpoints that ranks store themselves, by rank.
     """
 
@@ -532,10 +537,10 @@ class FunctionStep:
 
 
 def check_step(messages: Sequence[Message | None]) -> FunctionStep:
-    """Combine the messages of all workers into one step; a message is None if a worker does not report yet.
+    """Combine the messages of all workers into one step. A message is None if its worker does not report yet.
 
     Raises:
-        StepMismatchError: The messages are of different kinds.
+        StepMismatchError: The functions made different calls.
     """
     ended = [message for message in messages if isinstance(message, FunctionEnded)]
     if len(ended) == sum(message is not None for message in messages):
@@ -559,7 +564,7 @@ def check_step(messages: Sequence[Message | None]) -> FunctionStep:
 
 
 def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> FunctionStep:
-    """Combine messages of one kind. Of checkpoints that are not stored yet, the lowest rank's is used."""
+    """Combine messages of one type. Among the checkpoints to send, use the lowest rank's checkpoint."""
     refs = {rank: m.checkpoint_ref for rank, m in found.items() if m.checkpoint_ref is not None}
     stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
@@ -570,10 +575,10 @@ def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> 
 
 
 def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
-    """Return the questions of all functions, or an empty list if they do something else.
+    """Return the questions of all functions, or an empty list if the messages are not questions.
 
     Raises:
-        StepMismatchError: Only some functions ask, or they ask different questions.
+        StepMismatchError: Only some functions asked a question, or they asked different questions.
     """
     told = {rank: message for rank, message in enumerate(messages) if message is not None}
     names = {rank: message.name if isinstance(message, Question) else None for rank, message in told.items()}
@@ -587,13 +592,13 @@ def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
 
 
 def answer_to(questions: Sequence[Question], preemption: Callable[[], PreemptionInfo | None]) -> bytes:
-    """Return the answer for all ranks, pickled."""
+    """Return the pickled answer for all ranks."""
     answer: bytes = questions[0].data if questions[0].name == BROADCAST else cloudpickle.dumps(preemption())
     return answer
 
 
 def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ...]]:
-    """Return for each rank the names that a lower rank uses too.
+    """Return for each rank the names that a lower rank also uses.
 
     >>> taken_names({2: ["rank_2"], 1: ["model", "rank_1"], 0: ["model", "rank_0"]})
     {0: (), 1: ('model',), 2: ()}
@@ -607,15 +612,15 @@ def taken_names(names: Mapping[int, Collection[str]]) -> dict[int, tuple[str, ..
 
 
 def _wait_on() -> None:
-    """Do nothing while the driver waits."""
+    """Do nothing. Used as `on_wait` instead of `_watch`, which may end the run after a signal."""
 
 
 def _arrived(transfer: Any) -> Any:
-    """Wait for what a worker sends, and return it.
+    """Wait for a checkpoint from a worker and return it.
 
     Raises:
         CheckpointLostError: The worker died.
-        Exception: The worker could not encode it.
+        Exception: The worker could not encode the checkpoint.
     """
     from ray.exceptions import RayError, RayTaskError
 

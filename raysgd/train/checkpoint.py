@@ -1,6 +1,7 @@
-"""Checkpoints of functions in the driver: how they are received, and how `Trainer` keeps the best ones as files.
+"""Checkpoints of functions, in the driver: how they are received, and how `Trainer` keeps the best as files.
 
-One checkpoint at a time is received, in a thread. ADR 94 says why it is copied first and fetched later.
+A thread receives one checkpoint at a time. ADR 94 explains why the worker copies it first and the driver fetches it
+later.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ARRIVAL_S = 10.0
-"""How long to wait for a checkpoint in transit after a worker was lost. If its own worker died, the wait ends at once.
-If its worker is frozen, the checkpoint may never arrive."""
+"""How long to wait for a checkpoint in transit after a worker was lost. If the worker that sends it died, the wait ends
+immediately. If that worker is frozen, the checkpoint may never arrive."""
 
 
 class CheckpointLostError(Exception):
-    """A checkpoint was lost together with the worker that was sending it. The run continues from the one before."""
+    """A checkpoint was lost with the worker that was sending it. The run continues from the previous checkpoint."""
 
 
 class CheckpointTaker(ABC):
-    """Takes the checkpoints of a run, one after another, in a thread, so that nothing waits for them.
+    """Receives the checkpoints of a run, one after another, in a thread, so that the functions do not wait.
 
     Attributes:
-        next_index: Number for the next checkpoint that workers store themselves; None if they never do.
+        next_index: Number of the next checkpoint that workers store themselves; None if workers store no checkpoints.
 
     Args:
         restart_point: The checkpoint that the run starts from; None to start from the beginning.
@@ -70,33 +71,33 @@ class CheckpointTaker(ABC):
 
     @abstractmethod
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Take a checkpoint. `receive` gets it from the worker; None if the workers have stored it."""
+        """Add a checkpoint. `receive` gets it from the worker; None if the workers have stored the checkpoint."""
 
     @abstractmethod
     def keep_newest(self) -> str | None:
-        """Wait for the newest checkpoint, and keep it even if it is not one of the best.
+        """Wait for the newest checkpoint and store it, even if it is not one of the best.
 
         Returns:
-            Its place; None if there is none, or nothing is kept on disk.
+            The checkpoint's path or URI; None if there is no checkpoint, or no checkpoint is written to a file.
 
         Raises:
-            OSError: It could not be written.
+            OSError: The checkpoint could not be written.
         """
 
-    def begin_attempt(self) -> None:  # noqa: B027 - it may stay empty
-        """Called before the function starts on all workers, for the first time or again."""
+    def begin_attempt(self) -> None:  # noqa: B027 - subclasses need not override it
+        """Prepare for an attempt. Called each time before the function starts on all workers."""
 
     @property
     def restart_point(self) -> Any:
-        """The checkpoint from which a function restarts: the newest one, or the one that the run started from."""
+        """The checkpoint from which a function restarts: the newest, or the checkpoint that the run started from."""
         self.flush()
         return self._restart_point
 
     def take_landing(self) -> bool:
-        """Return True if a checkpoint was completed since the last call of this method.
+        """Return True if a checkpoint was completed since this method was last called.
 
-        A checkpoint in transit is waited for, so that the answer does not depend on the speed of the driver. If it
-        failed, `flush` raises its error.
+        Wait for a checkpoint in transit, so that the answer does not depend on the driver's speed. If receiving the
+        checkpoint failed, `flush` raises the error.
         """
         if self._coming is not None and self._has_arrived.wait(_ARRIVAL_S):
             wait([self._coming])
@@ -104,7 +105,7 @@ class CheckpointTaker(ABC):
         return self._num_landed > counted
 
     def await_arrival(self, timeout_s: float) -> None:
-        """Wait until no worker is sending a checkpoint any more, successfully or not, but not until it is written."""
+        """Wait until no worker is still sending a checkpoint. The checkpoint may be lost, or not written yet."""
         if self._coming is not None and not self._has_arrived.wait(timeout_s):
             logger.warning(
                 "checkpoint %s did not arrive within %g s; stopping its worker anyway", self._identity, timeout_s
@@ -114,7 +115,7 @@ class CheckpointTaker(ABC):
         """Wait until the checkpoint in transit has been received and written.
 
         Raises:
-            Exception: Receiving or writing it failed; an `OSError` if it could not be written.
+            Exception: Receiving or writing the checkpoint failed. An `OSError` if it could not be written.
         """
         coming, self._coming = self._coming, None
         if coming is not None:
@@ -127,13 +128,13 @@ class CheckpointTaker(ABC):
         keep: Callable[[dict[str, Any]], None],
         lose: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start to receive a checkpoint. Call `flush` first: only one may be in transit.
+        """Start a thread that receives a checkpoint. Call `flush` first: only one checkpoint may be in transit.
 
         Args:
             identity: Number of the checkpoint.
-            receive: Gets it; raises `CheckpointLostError` if it was lost.
-            keep: Called with the checkpoint, in the same thread.
-            lose: Called instead if the checkpoint was not received.
+            receive: Returns the checkpoint. Raises `CheckpointLostError` if it was lost.
+            keep: Called in the thread with the received checkpoint.
+            lose: Called in the thread if `receive` raises.
         """
         self._identity = identity
         self._has_arrived.clear()
@@ -156,22 +157,24 @@ class CheckpointTaker(ABC):
         keep(checkpoint)
 
     def _note_landing(self, restart_point: Any) -> None:
-        """Record a completed checkpoint, from which a restart will continue."""
+        """Record that a checkpoint is complete, so that a restart continues from it."""
         self._restart_point = restart_point
         self._num_landed += 1
 
 
 @dataclass
 class CheckpointStrategy:
-    """The rule that decides which checkpoints of a run stay on disk.
+    """Decides which checkpoints of a run stay on disk.
 
     Attributes:
-        num_to_keep: Number of checkpoints; None for all, 0 for none (the latest one is then kept only in memory).
-        checkpoint_score_attribute: Key of a checkpoint that it is ranked by.
-        checkpoint_score_order: "max" or "min", for which value is best. Of equal ones the newer is better.
+        num_to_keep: Number of checkpoints to keep. None keeps all. With 0, no checkpoint is written: only the latest is
+            kept, in memory.
+        checkpoint_score_attribute: Key in a checkpoint whose value ranks the checkpoint.
+        checkpoint_score_order: "max" if the highest value is best, "min" if the lowest is. Of checkpoints with equal
+            values, the newer ranks higher.
 
     Raises:
-        ValueError: The number is below 0, or the order is neither of these.
+        ValueError: A value is not allowed.
     """
 
     num_to_keep: int | None = None
@@ -181,14 +184,14 @@ class CheckpointStrategy:
     def __post_init__(self) -> None:
         if self.checkpoint_score_attribute is None:
             raise ValueError("`checkpoint_score_attribute=None`: need the name of a value in the checkpoints.")
-        CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)  # checks them
+        CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)  # validates
 
 
 def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> CheckpointStrategy | None:
-    """Check the strategy of a run, and convert a `CheckpointConfig`, which Ray 2.0 accepts as well.
+    """Validate the strategy of a run and return it. Convert a `CheckpointConfig`, which Ray 2.0 also accepts.
 
     Raises:
-        TypeError: It is neither of these, and not None.
+        TypeError: `strategy` has another type, and is not None.
     """
     if isinstance(strategy, CheckpointConfig):
         score = strategy.checkpoint_score_attribute or TIMESTAMP
@@ -202,10 +205,10 @@ def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> 
 
 
 def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
-    """Return the value of a checkpoint's score attribute as a number, or None if no checkpoints are kept.
+    """Return the value of a checkpoint's score attribute as a number, or None if no checkpoints are kept on disk.
 
     Raises:
-        ValueError: It is missing or no number.
+        ValueError: The value is missing or not a number.
     """
     if strategy.num_to_keep == 0:
         return None
@@ -222,10 +225,10 @@ def checked_score(strategy: CheckpointStrategy, score: Any) -> float | None:
 
 
 class CheckpointManager(CheckpointTaker):
-    """Takes the checkpoints of one run after another, and writes each into a file.
+    """Receives the checkpoints of one run after another, and writes each checkpoint to a file.
 
     Attributes:
-        latest_checkpoint_id: Number of the newest checkpoint of the run; the first is 1.
+        latest_checkpoint_id: Number of the run's newest checkpoint, counted from 1.
     """
 
     def __init__(self) -> None:
@@ -251,10 +254,10 @@ class CheckpointManager(CheckpointTaker):
         """Prepare for a run.
 
         Args:
-            run_dir: Folder of the run, whose checkpoints get a folder in it; None to write none.
+            run_dir: Folder of the run. Checkpoints are written to a subfolder. None writes no files.
             checkpoint: The checkpoint that the run starts from.
-            strategy: Rule that decides which checkpoints are kept; None for all.
-            latest_id: Number of the checkpoint before the first one of this run.
+            strategy: Decides which checkpoints to keep; None to keep all.
+            latest_id: Number of the last checkpoint before this run. The run continues the numbering.
         """
         with failure_logged(logger.error, "could not keep the last checkpoint of the previous run: %r"):
             self.flush()
@@ -264,19 +267,19 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def score_attribute(self) -> str:
-        """Key of a checkpoint that it is ranked by."""
+        """Key in a checkpoint whose value ranks the checkpoint."""
         return self._strategy.checkpoint_score_attribute
 
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Take a checkpoint, and return at once: a thread receives it.
+        """Wait until the previous checkpoint is written, and start a thread that receives the next checkpoint.
 
         Args:
-            score: Value that the checkpoint is ranked by.
-            receive: Gets it; raises `CheckpointLostError` if it was lost.
+            score: Value that ranks the checkpoint.
+            receive: Returns the checkpoint. Raises `CheckpointLostError` if it was lost.
 
         Raises:
-            ValueError: `score` cannot be compared.
-            Exception: Receiving or writing an earlier one failed; an `OSError` if it could not be written.
+            ValueError: `score` is missing or not a number.
+            Exception: Receiving or writing the previous checkpoint failed. An `OSError` if it could not be written.
         """
         assert receive is not None, "no worker stores a checkpoint itself"
         number = checked_score(self._strategy, score)
@@ -299,7 +302,7 @@ class CheckpointManager(CheckpointTaker):
             self._remove(each.number)
 
     def keep_newest(self) -> str | None:
-        """Wait for the newest checkpoint, and write it even if it is not one of the best. Return its place."""
+        """Wait for the newest checkpoint and write it, even if it is not one of the best. Return its path or URI."""
         self.flush()
         new = self._unwritten
         if new is not None and self._strategy.num_to_keep != 0 and (place := self._place_of(new.number)) is not None:
@@ -312,18 +315,18 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of any run."""
+        """The newest checkpoint of any run; None if no checkpoint was saved."""
         self.flush()
         return self._latest
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """The folder of the checkpoints of the run."""
+        """The folder that holds the latest run's checkpoints; None if no files are written."""
         return as_place(self._folder) if self._folder is not None else None
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
-        """The newest existing file of the latest run; None if there is none."""
+        """The newest checkpoint file of the latest run that still exists; None if the run has no file."""
         self.flush()
         newest = self._saved[-1].number if self._saved else None
         if self._folder is not None and newest is not None and self._folder.has(checkpoint_name(newest)):
@@ -332,13 +335,13 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
-        """The best file of the latest run; None if there is none."""
+        """The best checkpoint file of the latest run; None if the run has no file."""
         self.flush()
         best = self._rule.best(self._saved)
         return self._place_of(best[-1].number) if best else None
 
     def _place_of(self, identity: int) -> Path | str | None:
-        """Return the file of a checkpoint, as a path or a URI, or None if no files are written."""
+        """Return the path or URI of a checkpoint's file, or None if no files are written."""
         if self._folder is None:
             return None
         file = self._folder / checkpoint_name(identity)
@@ -350,10 +353,10 @@ class CheckpointManager(CheckpointTaker):
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
-    """Write a checkpoint file, completely or not at all.
+    """Write a checkpoint to a file atomically.
 
     Raises:
-        OSError: It could not be written; a `StorageError` for a URI.
+        OSError: The file could not be written. A `StorageError` if `path` is a URI.
     """
     from ray import cloudpickle
 
@@ -367,14 +370,14 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
 
 
 def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
-    """Return a checkpoint: a dict unchanged, or one read from a path or URI.
+    """Return the content of a checkpoint: a copy of the dict, or the content of the file at a path or URI.
 
-    Reading one may run code from the file, as with any pickle.
+    Loading a file may run code from it, as with any pickle.
 
     Raises:
-        ValueError: There is no such file.
+        ValueError: The file does not exist.
         TypeError: `checkpoint` is neither a dict nor a path.
-        StorageError: A store could not be reached.
+        StorageError: The store could not be reached.
     """
     if checkpoint is None:
         return None

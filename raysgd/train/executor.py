@@ -1,6 +1,6 @@
 """Runs functions on a group of workers that stay alive. `Trainer` is built on it, and developers may use it directly.
 
-The executor outlives each run, which is a `FunctionRun` over the engine's controller. Nothing is retried here.
+The executor outlives its runs. Each run is a `FunctionRun` on the engine's controller. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ WORDS = FrontEndWords(
     after_end="saved checkpoints are kept",
     restart_point="from the newest checkpoint, or from the beginning without one",
 )
-"""Advice for users of functions, added to the engine's messages."""
+"""Advice for users of training functions, which the engine adds to its messages."""
 
 
 @dataclass(frozen=True)
 class ExecutorRules:
-    """Rules of a front end that differ from those of `Trainer`.
+    """Rules in which a front end differs from `Trainer`.
 
     Attributes:
         failures: Decides what follows a failure.
-        checkpoints: Takes the checkpoints; None for a `CheckpointManager`.
+        checkpoints: Receives the checkpoints; None for the executor's `CheckpointManager`.
         on_failure: Called before the function restarts after a failure.
-        words: Advice for users, added to the engine's messages.
+        words: Advice for users, which the engine adds to its messages.
         num_ahead: Number of reports that may wait for the driver before a function is blocked.
         is_elastic: True if functions continue in place when other workers are lost.
-        num_spares: Number of spare workers that wait, ready, to replace lost ones.
+        num_spares: Number of spare workers that are ready to replace lost workers.
     """
 
     failures: FailurePolicy = field(default_factory=FailurePolicy)
@@ -102,13 +102,13 @@ class ExecutorRules:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The arguments of a run. `checked` checks them before the run leaves any trace.
+    """The arguments of a run. `checked` validates them before the run creates anything.
 
     Attributes:
         function: The user's function, with its config bound.
-        dataset: The data to divide over the workers; None for none.
-        checkpoint: Content of the checkpoint that the run starts from.
-        checkpoint_strategy: Rule that decides which checkpoints are kept.
+        dataset: The data to shard across the workers; None for a run without data.
+        checkpoint: Content of the checkpoint that the run starts from; None to start from the beginning.
+        checkpoint_strategy: Decides which checkpoints to keep; None to keep all.
     """
 
     function: Callable[[], Any]
@@ -125,12 +125,12 @@ class RunPlan:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> RunPlan:
-        """Make a plan from the arguments that users pass.
+        """Create a plan from a user's arguments.
 
         Raises:
-            ValueError: The function takes more than one argument, or there is no file at the path `checkpoint`.
+            ValueError: The function takes more than one argument, or the file `checkpoint` does not exist.
             TypeError: An argument has the wrong type.
-            UnpicklableError: The function or its config cannot be pickled; a `TypeError`.
+            UnpicklableError: The function or its config cannot be pickled. This is also a `TypeError`.
         """
         function = without_arguments(train_func, config)
         check_dataset(dataset)
@@ -145,20 +145,21 @@ class BackendExecutor:
     """Keeps workers alive and runs functions on them, one at a time.
 
     Args:
-        backend_config: Connection of the workers.
-        num_workers: Number of workers, or its minimum and maximum.
-        num_cpus_per_worker: CPUs for each.
-        num_gpus_per_worker: GPUs for each.
-        additional_resources_per_worker: Other resources for each.
-        max_retries: Number of the failure of workers that is raised; -1 to raise none. Counting starts again with each
-            start, each training and each `run`. Workers that die while they start count too.
-        resize_interval_s: How often a run with fewer workers than the maximum looks for more.
-        heartbeat_s: A worker process that does not respond for this long is lost.
-        placement: Other needs of the workers, and how Ray places them.
-        rules: Rules of a front end that differ from those of `Trainer`.
+        backend_config: Configures how the workers are connected.
+        num_workers: Number of workers, or a pair of the minimum and maximum.
+        num_cpus_per_worker: CPUs per worker.
+        num_gpus_per_worker: GPUs per worker.
+        additional_resources_per_worker: Other resources per worker.
+        max_retries: Number of the worker failure that is raised: 3 allows two restarts and raises the third failure. -1
+            allows any number. Each `start`, training function and `run` resets the count. Workers that die while
+            starting also count.
+        resize_interval_s: How often a run with fewer workers than the maximum looks for free resources.
+        heartbeat_s: A worker process that does not respond for this many seconds counts as lost.
+        placement: Further requirements of the workers, and how Ray places them.
+        rules: Rules in which a front end differs from `Trainer`.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A number is out of range, or functions cannot continue in place with these arguments.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class BackendExecutor:
 
     @property
     def is_started(self) -> CallableFlag:
-        """True if there are workers. It works as a property and as a method, since old versions had either."""
+        """True if the workers have started. Can be read or called, because old versions had a property or a method."""
         return CallableFlag(self._controller is not None)
 
     def start(
@@ -229,16 +230,16 @@ class BackendExecutor:
 
         Args:
             initialization_hook: Called in each worker process before anything else.
-            train_cls: Class of an object that every worker creates, even one that replaces a lost worker. Use it
-                through `worker_group.workers`.
-            train_cls_args: Arguments of the class.
-            train_cls_kwargs: Keyword arguments of the class.
+            train_cls: Class of an object that every worker creates, including workers that replace lost workers. Access
+                the objects through `worker_group.workers`.
+            train_cls_args: Positional arguments for the class.
+            train_cls_kwargs: Keyword arguments for the class.
 
         Raises:
-            RuntimeError: They have already started.
-            ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
+            RuntimeError: The workers have already started.
+            ReservationTimeoutError: The cluster did not grant the resources. This is also a `TimeoutError`.
             WorkerError: The hook or the class raised. The error is also an instance of the class that was raised.
-            WorkersLostError: Too many workers died during the start.
+            WorkersLostError: Too many workers died while starting.
         """
         if self._controller is not None:
             raise RuntimeError("The workers have already started: call `shutdown` before another `start`.")
@@ -261,7 +262,7 @@ class BackendExecutor:
         self._controller = controller
 
     def _group_spec(self, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
-        """Return the specification from which the engine starts every group."""
+        """Return the settings with which the engine starts every group."""
         num_gpus = self._spec.resources.num_gpus
         connection = self._config.connection(num_gpus)
         if isinstance(connection, PlacedConnection):
@@ -271,7 +272,7 @@ class BackendExecutor:
         return replace(self._spec, connection=connection, initialization_hook=initialization_hook, relay=LogRelay())
 
     def _make_controller(self, spec: GroupSpec) -> ElasticController:
-        leaving_nodes = WeakMethod(self._leaving_nodes)  # a strong reference would keep the workers alive
+        leaving_nodes = WeakMethod(self._leaving_nodes)  # a strong reference would keep the executor alive
 
         def leaving() -> frozenset[str]:
             found = leaving_nodes()
@@ -287,7 +288,7 @@ class BackendExecutor:
         )
 
     def _leaving_nodes(self) -> frozenset[str]:
-        """Return the nodes that will go away soon, if leaving them loses nothing: between runs, after a checkpoint."""
+        """Return the nodes that will go away soon. Empty if workers would lose progress by leaving the nodes now."""
         if self._run is not None and not self._run.is_over and not self._run.may_restart:
             return frozenset()
         nodes = draining_nodes()
@@ -296,16 +297,16 @@ class BackendExecutor:
         return nodes
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """End the workers and free their resources. Actors and reservations of others are left alone.
+        """Stop the workers and free their resources. Other actors and reservations are not affected.
 
         Args:
-            patience_s: Above 0, workers may close their resources first. A checkpoint in transit is received in any
+            patience_s: If above 0, workers may first close their resources. A checkpoint in transit is received in any
                 case.
         """
         controller, self._controller = self._controller, None
         run, self._run = self._run, None
         if run is not None:
-            run.is_over = True  # ends iterators over its reports
+            run.is_over = True  # invalidates iterators over its reports
         if controller is not None:
             self._finalizer.detach()
             controller.stop(force=patience_s <= 0)
@@ -324,18 +325,18 @@ class BackendExecutor:
         """Start a function on all workers.
 
         Args:
-            train_func: The function; it takes no argument, or the config.
-            run_dir: Folder for its checkpoints; None to write none.
-            dataset: Data to divide over the workers, with `split(n, equal=True)`; or a dict of such.
-            checkpoint: The first value of `load_checkpoint`: a dict, or the path of a saved one.
-            checkpoint_strategy: Rule that decides which checkpoints are kept.
-            latest_checkpoint_id: Number of the checkpoint before the first one of this run.
+            train_func: The function. It takes either no argument or the config.
+            run_dir: Folder of the run, in which checkpoints are written. None writes no files.
+            dataset: Data to shard across the workers: an object with `split(n, equal=True)`, or a dict of such objects.
+            checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved checkpoint.
+            checkpoint_strategy: Decides which checkpoints to keep.
+            latest_checkpoint_id: Number of the last checkpoint before this run. The run continues the numbering.
             config: Argument of the function, passed unchanged; None for an empty dict.
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
             TrainBackendError: A function is already running.
-            ValueError: There is no file at the path `checkpoint`.
+            ValueError: The file `checkpoint` does not exist.
             TypeError: An argument has the wrong type.
         """
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
@@ -367,14 +368,14 @@ class BackendExecutor:
         on_wait: Callable[[], None] | None = None,
         leaving: Leaving | None = None,
     ) -> FunctionRun:
-        """Start a function on all workers. Its checkpoints go to the checkpoint taker of this executor.
+        """Start a function on all workers. The executor's `CheckpointTaker` receives its checkpoints.
 
         Args:
             function: The function, with its config bound.
-            data: Divides its data whenever workers start.
+            data: Shards the function's data whenever workers start.
             make_session: See `FunctionSpec`.
             on_wait: Called about ten times a second while waiting for a step of the function.
-            leaving: Knows about a signal that ends the program; see `listening`.
+            leaving: Reports whether a signal is ending the program; see `listening`.
         """
         self.check_free()
         spec = FunctionSpec(
@@ -382,7 +383,7 @@ class BackendExecutor:
             self._backend.encode_data,
             self.checkpoint_manager.score_attribute,
             self._is_detailed,
-            explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
+            explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our base class
             make_session=make_session,
             num_ahead=self._rules.num_ahead,
             is_elastic=self._rules.is_elastic,
@@ -407,9 +408,9 @@ class BackendExecutor:
 
     @contextmanager
     def listening(self, leaving: Leaving) -> Iterator[None]:
-        """Handle signals inside the block. After one, lost workers are not replaced.
+        """Handle signals inside the block. After a signal, do not replace lost workers.
 
-        Call it when workers have started: Ray sets handlers of its own when it starts.
+        Enter the block after the workers have started, because Ray sets its own signal handlers when it starts.
         """
 
         def expect_end(is_ending: bool = True) -> None:
@@ -423,12 +424,12 @@ class BackendExecutor:
             expect_end(False)
 
     def _preemption(self, ends_at_ms: int | None) -> PreemptionInfo | None:
-        """Return which nodes go away: those that Ray drains, or all, if the program ends at that time."""
+        """Return the nodes that will go away: the nodes that Ray drains, or all nodes if the program ends."""
         nodes = [worker.metadata.node_id for worker in self._hooks.workers.workers]
         return preemption_of(nodes, drain_deadlines() if ends_at_ms is None else dict.fromkeys(nodes, ends_at_ms))
 
     def check_free(self) -> None:
-        """Check that there are workers, and that no function is running on them.
+        """Check that the workers have started and that no function is running on them.
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
@@ -442,11 +443,11 @@ class BackendExecutor:
             )
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
-        """Return the metrics of all workers at their next report, or None if all functions have ended."""
+        """Return the metrics of all workers at their next report, or None if all functions have finished."""
         return self._running().next_reports()
 
     def get_next_results(self) -> list[TrainingResult] | None:
-        """Return the next step of all workers, even one that only saves, or None if all functions have ended."""
+        """Return the next step of all workers, even if it only saves, or None if all functions have finished."""
         run = self._running()
         step = run.next_step()
         if step.kind is None:
@@ -459,16 +460,16 @@ class BackendExecutor:
         return [TrainingResult(step.kind, content) for content in saved]
 
     def pause_reporting(self) -> None:
-        """Let the functions continue without waiting until their reports are fetched."""
+        """Discard further reports, so that the functions do not wait for them to be fetched."""
         self._running().mute()
 
     def finish_training(self) -> list[Any]:
-        """Run the functions to their end without their reports, and return their results by rank."""
+        """Let the functions finish without reports, and return their results by rank."""
         run, self._run = self._running(), None
         return run.finish()
 
     def abort_training(self) -> None:
-        """End the functions wherever they are. Does nothing if none runs."""
+        """Stop the running functions. Does nothing if no function is running."""
         run, self._run = self._run, None
         if run is not None and self._controller is not None:
             run.abort()
@@ -485,19 +486,19 @@ class BackendExecutor:
         return self.get_worker_group()
 
     def get_worker_group(self) -> WorkerGroup:
-        """Return the workers.
+        """Return the workers. Start new workers if the previous workers were killed.
 
         Raises:
-            InactiveWorkerGroupError: There are none.
+            InactiveWorkerGroupError: `start` was not called, or the executor was shut down.
         """
         self._active().ensure_group()
         return self._hooks.workers
 
     def replace_workers(self) -> WorkerGroup:
-        """End all workers, start new ones, and return these.
+        """Kill all workers, start new workers, and return the new workers.
 
         Raises:
-            InactiveWorkerGroupError: There are none.
+            InactiveWorkerGroupError: There are no workers.
             TrainBackendError: A function is running.
         """
         controller = self._active()
@@ -511,19 +512,19 @@ class BackendExecutor:
 
         Raises:
             WorkerError: The function raised. The error is also an instance of the class that was raised.
-            TrainingWorkerError: A worker died, and new workers have started; a `RuntimeError`.
-            WorkersLostError: A worker died, and `max_retries` allows no loss, or the new workers died as well.
+            TrainingWorkerError: A worker died, and new workers have started. This is also a `RuntimeError`.
+            WorkersLostError: A worker died, and either no retry is left or the new workers died too.
         """
         if self._run is None or self._run.is_over:
             self._budget.renew()
         return self.get_with_failure_handling(self.get_worker_group().execute_async(function, *args, **kwargs))
 
     def get_with_failure_handling(self, references: Sequence[Any]) -> list[Any]:
-        """Return the results of calls that `worker_group` started. If a worker died meanwhile, replace the workers.
+        """Return the results of calls that `worker_group` started. If a worker died during a call, replace all workers.
 
         Raises:
-            TrainingWorkerError: A worker died; new workers have started.
-            WorkersLostError: That happened too often.
+            TrainingWorkerError: A worker died, and new workers have started.
+            WorkersLostError: Workers died too often.
         """
         controller = self._active()
         try:
@@ -547,12 +548,12 @@ class BackendExecutor:
 
     @property
     def history(self) -> GroupHistory:
-        """Events of the workers."""
+        """The workers' events."""
         return self._active().history
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint."""
+        """The newest checkpoint of any run; None if no checkpoint was saved."""
         return self.checkpoint_manager.latest_checkpoint
 
     def get_latest_checkpoint(self) -> dict[str, Any] | None:
@@ -561,17 +562,17 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_id(self) -> int:
-        """Number of the newest checkpoint in its run; the first is 1."""
+        """Number of the latest run's newest checkpoint, counted from 1."""
         return self.checkpoint_manager.latest_checkpoint_id
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """The folder of the checkpoints of the latest run."""
+        """The folder that holds the latest run's checkpoints."""
         return self.checkpoint_manager.latest_checkpoint_dir
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
-        """The newest file of the latest run."""
+        """The newest checkpoint file of the latest run."""
         return self.checkpoint_manager.latest_checkpoint_path
 
 
@@ -579,7 +580,7 @@ def check_spares(num_spares: Any, is_elastic: bool) -> None:
     """Check the number of spare workers.
 
     Raises:
-        ValueError: It is out of range, or functions are not elastic, so a spare worker could not step in.
+        ValueError: The number is out of range, or functions are not elastic, so that a spare worker could not step in.
     """
     check_num_workers("spare_workers", num_spares, hint="They wait to step in for lost ones.", least=0)
     if num_spares and not is_elastic:
@@ -593,13 +594,13 @@ def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus:
     """Check that functions can continue in place.
 
     Args:
-        config: Connects the workers.
+        config: Configures how the workers are connected.
         num_workers: Minimum and maximum number of workers.
-        num_gpus: GPUs for each.
-        max_retries: Number of the failure that is raised; below 0 to raise none.
+        num_gpus: GPUs per worker.
+        max_retries: Number of the failure that is raised. A negative number allows any number of failures.
 
     Raises:
-        ValueError: They cannot continue with these arguments.
+        ValueError: Functions cannot continue in place with these arguments.
     """
     least, most = num_workers
     if least == most:
@@ -620,14 +621,14 @@ def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus:
 
 
 def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> PreemptionInfo | None:
-    """Return which nodes of the workers are about to be taken away, or None if there are none.
+    """Return the workers' nodes that are about to be taken away, or None if all nodes stay.
 
     >>> preemption_of(["a", "b", "a"], {"a": 7000, "c": 1}).preempted_node_to_ranks
     {'a': [0, 2]}
 
     Args:
         nodes: The node of each rank.
-        deadlines: For each node that is about to go, when it goes, in milliseconds; 0 if that is unknown.
+        deadlines: For each node that will be taken away, the time in milliseconds of Unix time; 0 if it is unknown.
     """
     ranks = {node: [rank for rank, place in enumerate(nodes) if place == node] for node in nodes if node in deadlines}
     times = [deadlines[node] for node in ranks if deadlines[node]]
@@ -635,7 +636,7 @@ def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> Preempt
 
 
 def restarts_allowed(max_retries: int) -> float:
-    """Return the number of restarts that the old library's `max_retries` allows: its last retry raises.
+    """Return the number of restarts that `max_retries` allows. As in the old library, its last failure is raised.
 
     >>> [restarts_allowed(number) for number in (0, 1, 3, -1)]
     [0, 0, 2, inf]
@@ -644,7 +645,7 @@ def restarts_allowed(max_retries: int) -> float:
 
 
 class CallableFlag(int):
-    """A flag that is true or false as a value and when it is called."""
+    """A flag that can be read as a value or called as a method."""
 
     def __call__(self) -> bool:
         """Return the flag."""

@@ -1,6 +1,6 @@
-"""The functions that a training function calls: `report`, `get_checkpoint`, `get_context`, `world_rank` and so on.
+"""Functions for use inside a training function: `report`, `get_checkpoint`, `get_context`, `world_rank` and more.
 
-Functions that Ray 2.0 had in `ray.air.session` are defined in `raysgd.air.session`.
+The functions of Ray 2.0's `ray.air.session` are defined in `raysgd.air.session`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from raysgd.air import session as of_air
 from raysgd.air._running_function import current_session, place, session_or_warning
 from raysgd.air.reports import PreemptionInfo
-from raysgd.air.session import *  # noqa: F403 - this module offers all of its names too
+from raysgd.air.session import *  # noqa: F403 - this module re-exports all of its names
 from raysgd.air.session import TrainContext, get_context
 from raysgd.exceptions import SessionMisuseError
 from raysgd.train._worker.function_session import Session
@@ -35,10 +35,10 @@ __all__ += of_air.__all__
 
 
 def save_checkpoint(**kwargs: Any) -> None:
-    """Save the keyword arguments as a checkpoint. All workers must call this; the checkpoint of rank 0 is kept.
+    """Save the keyword arguments as a checkpoint. All workers must call this; rank 0's checkpoint is stored.
 
-    The state is copied before this returns; it is sent and written while the function continues. This is for functions
-    of `Trainer.run`; with `fit`, pass a `Checkpoint` to `report`.
+    `save_checkpoint` copies the state and returns. The copy is sent and written while the function continues. Use it in
+    functions of `Trainer.run`; in functions of `fit`, pass a `Checkpoint` to `report` instead.
     """
     session = session_or_warning("save_checkpoint")
     if session is not None:
@@ -46,22 +46,22 @@ def save_checkpoint(**kwargs: Any) -> None:
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """Return the newest checkpoint of this run, or the one that the run started from; None if there is none.
+    """Return the run's newest checkpoint, or the checkpoint that the run started from; None if neither exists.
 
-    This is for functions of `Trainer.run`; with `fit`, use `get_checkpoint`.
+    Use it in functions of `Trainer.run`; in functions of `fit`, use `get_checkpoint` instead.
     """
     session = session_or_warning("load_checkpoint")
     return session.load_checkpoint() if session is not None else None
 
 
 def get_preemption_info() -> PreemptionInfo | None:
-    """Return the nodes of workers that, according to Ray, will be taken away soon; None if there are none.
+    """Return the workers' nodes that Ray reports as about to be taken away; None if all nodes stay.
 
-    All workers must call this, and get the same answer. If there are such nodes, report a checkpoint: the driver then
-    moves the workers off these nodes, and the function continues elsewhere.
+    All workers must call this, and all get the same answer. If any nodes are about to be taken away, report a
+    checkpoint: the driver then moves the workers to other nodes, and the function continues there.
 
-    If SIGTERM or SIGUSR1 has told the program to end, the answer has all nodes. Report a checkpoint, and return: the
-    driver ends the run, and the next one continues.
+    If the program received SIGTERM or SIGUSR1, the answer includes all nodes. Report a checkpoint and return: the
+    driver then ends the run, and the next run can continue from the checkpoint.
     """
     session = session_or_warning(PREEMPTION)
     return session.ask(PREEMPTION) if session is not None else None
@@ -73,7 +73,7 @@ def world_rank() -> int:
 
 
 def local_rank() -> int:
-    """Return this worker's rank among those on its node; 0 outside a run."""
+    """Return this worker's rank among the workers on its node; 0 outside a run."""
     return place().local_rank
 
 

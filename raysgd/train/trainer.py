@@ -1,8 +1,8 @@
 """`Trainer`: runs a training function on N workers, and returns its reports and results.
 
-It is a front end: its executor runs the workers, and the engine replaces those that are lost. This module also has
-`TrainingIterator`, which iterates over reports, and `TrainWorkerGroup`, workers with objects. The callbacks of a run
-are called in order, and all of them get the end of the run, whatever ends it.
+`Trainer` is a front end: its executor runs the workers, and the engine replaces lost workers. This module also contains
+`TrainingIterator`, which iterates over reports, and `TrainWorkerGroup`, workers that hold a user's objects. A run's
+callbacks are called in order. All callbacks are notified of the run's end, even if the run or a callback fails.
 """
 
 from __future__ import annotations
@@ -61,39 +61,40 @@ class Trainer:
     """Runs training functions on workers that stay alive from `start` to `shutdown`.
 
     Args:
-        backend: Connection of the workers: "torch", "tensorflow", "horovod", or a config.
-        num_workers: Number of workers; or a pair, the minimum and maximum number. The trainer then starts with as many
-            as there is room for, continues with the remaining ones after a failure, and grows again after a
-            checkpoint.
+        backend: How the workers are connected: "torch", "tensorflow", "horovod", or a config.
+        num_workers: Number of workers, or a pair of the minimum and maximum. With a pair, the trainer starts as many
+            workers as the free resources allow, continues with the remaining workers after a failure, and grows again
+            after a checkpoint.
         use_gpu: True to give each worker a GPU.
-        resources_per_worker: Resources of each worker, to override one "CPU" and the "GPU"; other names are custom
+        resources_per_worker: Resources of each worker. "CPU" and "GPU" override the defaults; other names are custom
             resources.
-        logdir: Parent of the folders of runs: a path, relative to `~/ray_results` if it is not absolute, or a URI such
-            as `s3://bucket/results`. Default: a new folder in `~/ray_results`.
+        logdir: Parent of the run folders: a URI such as `s3://bucket/results`, or a path. A relative path is relative
+            to `~/ray_results`. Default: a new folder in `~/ray_results`.
         max_retries: Number of the failure that ends a run: 3 raises the third failure, so it allows two restarts. -1
             allows any number.
-        resize_interval_s: How often a run with fewer workers than the maximum looks for room. It grows after a
-            checkpoint.
-        heartbeat_s: A worker process that does not respond for this long, because it is stopped or frozen, counts as
-            lost. While it is starting, it gets at least 120 s.
-        accelerator_type: The kind of GPU that workers need, by its name in Ray, such as "A100".
-        placement_strategy: "PACK" puts workers on as few nodes as possible, "SPREAD" on as many. None packs them,
-            unless the environment variable TRAIN_ENABLE_WORKER_SPREAD is set.
-        runtime_env: Ray's runtime environment of the worker processes, but not of this one; None for that of the job.
-        elastic: True to let the workers that are left after a failure continue in the middle of the function, instead
-            of restarting it from its checkpoint. For PyTorch functions with gloo that prepare their models, optimizers
-            and loaders, the loaders with `exact=True`. Needs a pair as `num_workers`.
-        spare_workers: Number of extra workers that are ready to replace lost ones in the middle of the function. They
-            occupy resources. Needs `elastic=True`, and a function that counts its epochs by `loader.epoch`.
+        resize_interval_s: How often a run with fewer workers than the maximum looks for free resources. The run grows
+            after a checkpoint.
+        heartbeat_s: A worker process that does not respond for this many seconds, because it is stopped or frozen,
+            counts as lost. A starting process gets at least 120 s.
+        accelerator_type: The GPU model that workers need, by its name in Ray, such as "A100".
+        placement_strategy: "PACK" puts workers on as few nodes as possible, "SPREAD" on as many as possible. None packs
+            them, unless the environment variable TRAIN_ENABLE_WORKER_SPREAD is set.
+        runtime_env: Ray runtime environment for the worker processes, but not for this process. Default: the job's
+            runtime environment.
+        elastic: True to let the remaining workers continue in the middle of the function after a failure, instead of
+            restarting the function from its checkpoint. For PyTorch functions with gloo that prepare their models,
+            optimizers and loaders, the loaders with `exact=True`. Requires a pair as `num_workers`.
+        spare_workers: Number of extra workers that are ready to replace lost workers in the middle of the function.
+            They occupy resources. Requires `elastic=True`, and a function that counts its epochs by `loader.epoch`.
         detached: A name, or a `raysgd.Detached`, to let the trainer outlive this program. You then get a handle with
             the same methods. See `docs/detached.md`.
 
     Attributes:
-        logdir: The folder of this trainer, which contains one for each run: a path, or a `Folder` in a store.
-        latest_run_dir: The folder of the latest run; None before the first one.
+        logdir: The trainer's folder, which contains the run folders: a path, or a `Folder` in a remote store.
+        latest_run_dir: The folder of the latest run; None before the first run.
 
     Raises:
-        ValueError, TypeError: An argument is wrong. Nothing was started.
+        ValueError, TypeError: An argument is invalid. Nothing was started.
         ModuleNotFoundError: The framework of the backend is not installed.
 
     Examples:
@@ -171,18 +172,18 @@ class Trainer:
 
         @wraps(__init__, assigned=())  # keeps the signature of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
-            """Return a trainer or, with `detached`, the handle of one that outlives this program."""
+            """Return a trainer or, with `detached`, the handle of a trainer that outlives this program."""
             return super().__new__(cls) if detached is None else start_detached(cls, detached, args, kwargs)
 
     def start(self, initialization_hook: Callable[[], Any] | None = None) -> None:
         """Start the workers and connect them.
 
         Args:
-            initialization_hook: Called in each worker process before anything else, also in those that replace others.
+            initialization_hook: Called in each worker process before anything else, including replacement workers.
 
         Raises:
-            RuntimeError: They have already started.
-            ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
+            RuntimeError: The workers have already started.
+            ReservationTimeoutError: The cluster did not grant the resources. This is also a `TimeoutError`.
             WorkerError: The hook raised. The error is also an instance of the class that was raised.
         """
         check_hook(initialization_hook)
@@ -191,20 +192,20 @@ class Trainer:
             logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", found)
 
     def shutdown(self) -> None:
-        """End the workers. You can start the trainer again."""
+        """Stop the workers. You can start the trainer again."""
         self._executor.shutdown()
 
     @property
     def is_started(self) -> CallableFlag:
-        """True if there are workers."""
+        """True if the workers have started."""
         return self._executor.is_started
 
     @property
     def history(self) -> GroupHistory:
-        """The events of the workers since `start`.
+        """The workers' events since `start`.
 
         Raises:
-            InactiveWorkerGroupError: There are none.
+            InactiveWorkerGroupError: There are no workers.
         """
         return self._executor.history
 
@@ -217,31 +218,31 @@ class Trainer:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> list[T]:
-        """Run a function on all workers until it has ended on each.
+        """Run a function on all workers until it has finished on all of them.
 
         Args:
-            train_func: The function. It takes no argument, or one, the config.
-            config: The argument, passed unchanged; None for an empty dict. It need not be a dict, but must pickle.
-            callbacks: Called at the start, at each report, and at the end: first those of `raysgd.train`, in this
-                order, then those of `raysgd.callbacks`.
-            dataset: Data to divide over the workers, with `split(n, equal=True)`; or a dict of such. See
-                `get_dataset_shard`.
-            checkpoint: The first value of `load_checkpoint`: a dict, or the path of a saved one.
-            checkpoint_strategy: Rule for the checkpoints that stay on disk; may be a `CheckpointConfig`. Default: all.
+            train_func: The function. It takes either no argument or the config.
+            config: The argument, passed unchanged; None for an empty dict. It can be any object that pickles.
+            callbacks: Called at the start, at each report, and at the end: first `raysgd.train` callbacks, in list
+                order, then `raysgd.callbacks` callbacks.
+            dataset: Data to shard across the workers: an object with `split(n, equal=True)`, or a dict of such objects.
+                See `get_dataset_shard`.
+            checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved checkpoint.
+            checkpoint_strategy: Decides which checkpoints stay on disk; may be a `CheckpointConfig`. Default: all.
 
         Returns:
             The return values of the function, by rank.
 
         Raises:
             RuntimeError: The trainer was not started, or another run is active.
-            ValueError: The function takes more than one argument, or there is no such checkpoint. Nothing was started,
-                and no folder created.
-            TypeError: An argument has the wrong type. Nothing was started, and no folder created.
+            ValueError: The function takes more than one argument, or the checkpoint does not exist. Nothing was
+                started, and no folder was created.
+            TypeError: An argument has the wrong type. Nothing was started, and no folder was created.
             WorkerError: The function raised. The error is also an instance of the class that was raised. Not retried.
-            StepMismatchError: The workers made different calls; a `RuntimeError`.
-            WorkersLostError: Workers were lost too often; a `RuntimeError`.
-            Preempted: SIGTERM or SIGUSR1 came. The newest checkpoint is kept, and ends the run: the next one that the
-                function saves, if that takes less than 30 s.
+            StepMismatchError: The workers made different calls. This is also a `RuntimeError`.
+            WorkersLostError: Workers were lost too often. This is also a `RuntimeError`.
+            Preempted: SIGTERM or SIGUSR1 arrived. The run ends at the function's next checkpoint, or 30 s after the
+                signal. The newest checkpoint is stored.
         """
         told, leaving = TrainerCallbacks(callbacks), Leaving()
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
@@ -254,7 +255,7 @@ class Trainer:
                     for results in iterator:
                         newest = self.latest_checkpoint_path if told.are_told_of_checkpoints else None
                         told.process(results, self.history.events, None if newest is None else str(newest))
-            if leaving.is_due():  # the functions have ended, and the program ends too
+            if leaving.is_due():  # the functions have finished, but the program must end
                 leaving.end_program(self.checkpoint_manager.keep_newest())
         returned: list[T] = iterator.get_final_results() or []
         return returned
@@ -267,18 +268,18 @@ class Trainer:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | CheckpointConfig | None = None,
     ) -> TrainingIterator:
-        """Start a function on all workers, and return an iterator over its reports. Arguments as for `run`."""
+        """Start a function on all workers, and return an iterator over its reports. Takes the arguments of `run`."""
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
         return TrainingIterator(self._executor.start_plan(plan, self.create_run_dir()))
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Start the workers, each with an object of your class, and connect them.
+        """Start and connect the workers, and create an object of your class in each worker.
 
         Args:
             train_cls: The class.
-            args: Arguments of the class.
-            kwargs: Keyword arguments of the class.
+            args: Positional arguments for the class.
+            kwargs: Keyword arguments for the class.
 
         Raises:
             RuntimeError: The trainer has already started.
@@ -289,19 +290,19 @@ class Trainer:
         return TrainWorkerGroup(self._executor)
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
-        """Return a class for `ray.tune`. Each trial creates such a trainer and runs the function with its own config.
+        """Return a trainable for `ray.tune`. Each trial creates such a trainer and runs the function with its config.
 
         A trial passes each report of rank 0 to Tune. With each report, and at the end, Tune gets the newest checkpoint
-        if there is a new one; of several saved between two reports it gets only the last. A trial uses the default
-        `max_retries`, and its own folder as `logdir`.
+        if it does not have it yet; of several checkpoints between two reports, it gets only the last. A trial uses the
+        default `max_retries`, and the trial's folder as `logdir`.
 
         Args:
             train_func: The function.
-            dataset: Data to divide over the workers of each trial.
+            dataset: Data to shard across each trial's workers.
 
         Raises:
             RuntimeError: The trainer has already started.
-            MissingTuneError: Ray Tune is not installed; an `ImportError` and a `ValueError`.
+            MissingTuneError: Ray Tune is not installed. This is also an `ImportError` and a `ValueError`.
         """
         from raysgd.train._tune import make_trainable
 
@@ -312,43 +313,43 @@ class Trainer:
         return make_trainable(self._make_alike, train_func, dataset, self._bundles, self._strategy)
 
     def create_logdir(self, log_dir: str | Path | None) -> Path | Folder:
-        """Create the folder for the runs and return it. Without a name, a new name contains the time."""
+        """Create the parent folder of the runs and return it. Without `log_dir`, its name contains the time."""
         return make_logdir(log_dir)
 
     def create_run_dir(self) -> Path | Folder:
-        """Create the folder of the next run and return it, with the next number that no other trainer has taken."""
+        """Create the next run's folder and return it. Its name has the next number that no other trainer has taken."""
         self._num_runs, run_dir = make_run_dir(self.logdir, self._num_runs + 1)
         self.latest_run_dir = run_dir
         return run_dir
 
     @property
     def latest_checkpoint_dir(self) -> Path | Folder | None:
-        """The folder of the checkpoints of the latest run; None before the first one."""
+        """The folder that holds the latest run's checkpoints; None before the first run."""
         return self.latest_run_dir / TRAIN_CHECKPOINT_SUBDIR if self.latest_run_dir is not None else None
 
     @property
     def checkpoint_manager(self) -> CheckpointManager:
-        """The object that takes and keeps the checkpoints."""
+        """The object that receives and stores the checkpoints."""
         return self._executor.checkpoint_manager
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of any run, even one that was not kept on disk; None if none was saved."""
+        """The newest checkpoint of any run, even if it was not written to disk; None if no checkpoint was saved."""
         return self.checkpoint_manager.latest_checkpoint
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
-        """The newest file of the latest run, as a path or a URI; None if there is none."""
+        """The path or URI of the latest run's newest checkpoint file; None if the run has no file."""
         return self.checkpoint_manager.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | str | None:
-        """The best file of the latest run, by its `CheckpointStrategy`, as a path or a URI; None if there is none."""
+        """The path or URI of the latest run's best checkpoint file, by `CheckpointStrategy`; None if it has no file."""
         return self.checkpoint_manager.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """Content of the best checkpoint file."""
+        """The content of `best_checkpoint_path`; None if there is no such file."""
         return load_checkpoint(self.best_checkpoint_path)
 
     @staticmethod
@@ -356,7 +357,7 @@ class Trainer:
         """Return the content of a checkpoint file.
 
         Raises:
-            ValueError: There is no such file.
+            ValueError: The file does not exist.
         """
         found = load_checkpoint(checkpoint_file_path)
         if found is None:
@@ -366,7 +367,7 @@ class Trainer:
 
 @hide_library_frames
 class TrainingIterator:
-    """Iterates over the reports of a running function, which is at most one report ahead of the iterator."""
+    """Iterates over the reports of a running function. The function is at most one report ahead of the iterator."""
 
     def __init__(self, run: FunctionRun) -> None:
         self._run = run
@@ -385,15 +386,15 @@ class TrainingIterator:
         return results
 
     def is_finished(self) -> bool:
-        """Return True if the function has ended on all workers, or the run was aborted."""
+        """Return True if the function has finished on all workers, or the run was aborted."""
         return self._is_finished
 
     def get_final_results(self, force: bool = False) -> list[Any] | None:
         """Return the function's return values by rank, or None if the run was aborted.
 
         Args:
-            force: True to let a function that is still running finish without its reports. With False, the result is
-                None then.
+            force: True to let a running function finish first, without its reports. With False, the result is None
+                until the iterator has ended.
         """
         if not self._is_finished and not force:
             logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")
@@ -418,8 +419,9 @@ class TrainingIterator:
 class TrainWorkerGroup:
     """Connected workers, each with an object of your class. `group[0].method.remote(...)` calls a method.
 
-    If a worker dies, `ray.get` of a call to it raises Ray's `RayActorError`, and calls to other workers may wait for it
-    forever. `restart` starts new workers; the state of the objects is lost, unless the class saves it elsewhere.
+    If a worker dies, `ray.get` of a call to this worker raises Ray's `RayActorError`, and calls to other workers may
+    wait for it forever. `restart` starts new workers. The state of the objects is lost unless the class saves it
+    elsewhere.
     """
 
     def __init__(self, executor: BackendExecutor) -> None:
@@ -436,19 +438,20 @@ class TrainWorkerGroup:
         return self._executor.get_worker_group()
 
     def restart(self) -> None:
-        """Replace all workers by new processes, connected again, with new objects from the same arguments.
+        """Replace all workers by new processes, connect them, and create new objects from the same arguments.
 
-        Earlier handles no longer work: get new ones by `group[0]`.
+        Earlier handles no longer work: get new handles with `group[0]`.
 
         Raises:
             InactiveWorkerGroupError: The group was shut down.
-            WorkerError: The class or the initialization hook raised. The error is also an instance of that class.
-            WorkersLostError: The new workers died too, more often than allowed.
+            WorkerError: The class or the initialization hook raised. The error is also an instance of the class that
+                was raised.
+            WorkersLostError: The new workers died too, more often than `max_retries` allows.
         """
         self._executor.replace_workers()
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """End the workers. With `patience_s` above 0 they may close their resources first."""
+        """Stop the workers. With `patience_s` above 0, they may close their resources first."""
         self._executor.shutdown(patience_s)
 
 
@@ -456,7 +459,7 @@ class TrainerCallbacks:
     """The callbacks of a run.
 
     Raises:
-        TypeError: One of them is no callback.
+        TypeError: An object in the list is not a callback.
     """
 
     def __init__(self, callbacks: Any) -> None:
@@ -474,14 +477,14 @@ class TrainerCallbacks:
 
     @property
     def are_told_of_checkpoints(self) -> bool:
-        """True if any callback gets checkpoints. If not, no one has to wait until the newest one is written."""
+        """True if any callback receives checkpoints. Otherwise, `run` need not wait until the newest is written."""
         return bool(self._own)
 
     @contextmanager
     def around(self, run_dir: Path | Folder, config: Any) -> Iterator[None]:
-        """Call `start_training` before the run, and `finish_training` after it.
+        """Notify the callbacks of the run's start before the block, and of its end after the block.
 
-        If the folder of the run is in a store, callbacks get a local folder, which is sent there at the end.
+        If the run's folder is in a remote store, callbacks get a local folder, which is uploaded at the end.
         """
         if not self._of_trainer.callbacks and not self._own:
             yield
@@ -493,7 +496,7 @@ class TrainerCallbacks:
                 self._of_trainer.on("start_training", logdir=str(local), config={} if config is None else config)
                 self._calls.begin_run()
                 yield
-            except BaseException as error:  # even Ctrl-C: callbacks get what ended the run
+            except BaseException as error:  # including Ctrl-C: callbacks receive what ended the run
                 failure = error
                 raise
             finally:
@@ -504,12 +507,12 @@ class TrainerCallbacks:
     def process(
         self, results: list[dict[str, Any]], events: Sequence[GroupEvent] = (), checkpoint: str | None = None
     ) -> None:
-        """Pass a report on to all callbacks.
+        """Pass a report to all callbacks.
 
         Args:
             results: The metrics of all workers.
             events: All events of the workers.
-            checkpoint: Place of the newest checkpoint, if there is one.
+            checkpoint: Path or URI of the newest checkpoint; None without a checkpoint.
         """
         self._of_trainer.on("process_results", results)
         if self._calls is not None and self._own:

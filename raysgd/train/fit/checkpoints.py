@@ -1,7 +1,7 @@
-"""Checkpoints of a run in the driver: from the workers into the folder of the trial.
+"""Checkpoints of a run, in the driver: from the workers to the trial's folder.
 
-A dict is sent to the driver, which writes it. A folder is stored by the workers, all ranks into the same place, and the
-driver commits it. ADR 94 says why the driver numbers the checkpoints.
+A dict is sent to the driver, which writes it. A folder is stored by the workers: all ranks write to the same staging
+folder, and the driver commits it. ADR 94 explains why the driver numbers the checkpoints.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.fit_session import METADATA_KEY, checkpoint_at
 
 Landing: TypeAlias = "Future[Checkpoint | None]"
-"""The checkpoint of a step, once it is in its final place; None if it was lost."""
+"""The checkpoint of a step, once it is in its final location. The result is None if the checkpoint was lost."""
 
 
 class FitCheckpoints(CheckpointTaker):
-    """Takes the checkpoints of a run, and makes a folder of each.
+    """Receives the checkpoints of a run, and creates a folder for each checkpoint.
 
     Args:
-        folder: The folder of the trial; None to keep the newest checkpoint in memory, and write none.
+        folder: The trial's folder. None writes no files and keeps only the newest checkpoint, in memory.
         next_index: Number of the first checkpoint.
         begin_from: The checkpoint that the run starts from.
-        metadata: Metadata for checkpoints; a checkpoint's own values come first.
-        preprocessor: Preprocessor for checkpoints that have none.
-        on_attempt: Called before the function starts, for the first time or again.
+        metadata: Metadata to add to checkpoints. A checkpoint's own values take precedence.
+        preprocessor: Preprocessor to add to checkpoints that lack a preprocessor.
+        on_attempt: Called each time before the function starts.
 
     Attributes:
-        landing: The checkpoint that was taken last; None before the first one.
+        landing: Future of the checkpoint added last; None before the first checkpoint.
     """
 
     def __init__(
@@ -60,27 +60,27 @@ class FitCheckpoints(CheckpointTaker):
         self._newest = begin_from
 
     def keep_newest(self) -> str | None:
-        """Wait for the newest checkpoint, and return its place. The recorder keeps the newest one in any case."""
+        """Wait for the newest checkpoint and return its path or URI. The recorder always keeps this checkpoint."""
         self.flush()
         return place_of(self._newest)
 
     def begin_attempt(self) -> None:
-        """Remove what the last attempt stored only partly, and announce another one."""
+        """Delete checkpoints that the last attempt left incomplete, and call `on_attempt`."""
         self.flush()
         if self._folder is not None:
             self._folder.discard_staged("checkpoint_")
         self._on_attempt()
 
     def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
-        """Take the checkpoint of a step. For a dict, return at once: a thread receives it from its worker.
+        """Add the checkpoint of a step. Commit a folder that workers stored, or start a thread that receives a dict.
 
         Args:
-            score: Not used: these checkpoints are ranked by the metrics that were reported with them.
-            receive: Gets a dict from its worker; None if the workers have stored a folder.
+            score: Unused, because these checkpoints are ranked by the metrics that were reported with them.
+            receive: Returns a dict from its worker; None if the workers have stored a folder.
 
         Raises:
-            StorageError: The driver does not see what the workers stored.
-            Exception: Receiving or writing an earlier checkpoint failed.
+            StorageError: The driver cannot find the files that the workers stored.
+            Exception: Receiving or writing the previous checkpoint failed.
         """
         self.flush()
         index, self.next_index = self.next_index, self.next_index + 1
@@ -96,7 +96,7 @@ class FitCheckpoints(CheckpointTaker):
             self._receive(index, receive, keep, lose)
 
     def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Folder:
-        """Make a checkpoint of the staged files with this number. Without `own_metadata`, staged metadata is used."""
+        """Turn the staged files with this number into a checkpoint. `own_metadata` defaults to the staged metadata."""
         assert self._folder is not None, "nothing is staged where no files are kept"
         name = checkpoint_name(index)
         staged = self._folder.staged(name)
@@ -113,9 +113,9 @@ class FitCheckpoints(CheckpointTaker):
         return self._folder.commit(name)
 
     def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
-        """Write a dict that was received, or keep it in memory if nothing is written."""
+        """Write a received dict, or keep it in memory if no files are written."""
         own = content.pop(METADATA_KEY, {})
-        if content.get(PREPROCESSOR_KEY) is None:  # as in a `TorchCheckpoint` that was made without one
+        if content.get(PREPROCESSOR_KEY) is None:  # a `TorchCheckpoint` may have None there
             content = {**content, PREPROCESSOR_KEY: self._preprocessor}
         content = {**content, TUNE_CHECKPOINT_ID: index}
         if self._folder is None:
@@ -131,13 +131,13 @@ class FitCheckpoints(CheckpointTaker):
 
 
 def place_of(checkpoint: Checkpoint | None) -> str | None:
-    """Return the path or URI of a checkpoint; None if there is none, or it is in memory."""
+    """Return the path or URI of a checkpoint; None for no checkpoint, or a checkpoint in memory."""
     uri = None if checkpoint is None else checkpoint.uri
     return checkpoint.path if checkpoint is not None and uri is not None and uri.startswith("file://") else uri
 
 
 def _write_dict(content: dict[str, Any], staged: Folder) -> None:
-    """Write a dict. If it was made from a folder, write that folder again."""
+    """Write a checkpoint dict. If it contains the files of a folder, restore these files."""
     if FOLDER_KEY in content or EXTRA_FILES_KEY in content:
         with Checkpoint.from_dict(content).as_directory() as folder:
             staged.upload(Path(folder))
@@ -149,7 +149,7 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
 
 
 def _write_preprocessor(preprocessor: Any, staged: Folder) -> None:
-    """Add a preprocessor to the files that workers stored, unless these contain one."""
+    """Add a preprocessor to the files that workers stored, unless they include a preprocessor or a checkpoint dict."""
     file = f"{PREPROCESSOR_KEY}{META_SUFFIX}"
     if not any(staged.has(name) for name in (DICT_FILE, PREPROCESSOR_KEY, file)):
         from ray import cloudpickle

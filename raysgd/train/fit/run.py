@@ -1,7 +1,7 @@
-"""One `fit`: its folder, record and result, and in it the run of a function on workers.
+"""One call of `fit`: its folder, record and result, and the run of the function on workers.
 
-Nothing is retried here: the engine retries, as `FailurePolicy` decides. Each report is passed on in order, with its
-checkpoint, as soon as the checkpoint is written.
+Nothing is retried here: the engine retries as `FailurePolicy` decides. Reports are recorded in order, each once its
+checkpoint is written.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ WORDS = replace(
         "setting the environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
     ),
 )
-"""Advice for users of `fit`, added to the engine's messages."""
+"""Advice for users of `fit`, which the engine adds to its messages."""
 
 
 class StopConditionMet(BaseException):
-    """Ends a run whose stop condition is met, from wherever the driver is. It is no error."""
+    """Ends a run from any point in the driver, because its stop condition is met. This is not an error."""
 
 
 @dataclass(frozen=True)
 class FitJob:
-    """One `fit`.
+    """One call of `fit`.
 
     Attributes:
-        folder: The folders of the run.
-        recorder: Writes down the reports.
+        folder: The run's folders.
+        recorder: Records the reports.
         run_config: The user's `RunConfig`.
         facts: Facts about the run that the function can query.
         begin_from: The checkpoint that the function starts from.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.
-        aborts: Functions that end the run from another thread, once it runs.
-        leaving: Knows about a signal that ends the program.
+        aborts: Functions that end the run from another thread. Filled when the `FitRun` is created.
+        leaving: Reports whether a signal is ending the program.
     """
 
     folder: TrialFolder
@@ -85,28 +85,28 @@ class FitJob:
     leaving: Leaving = field(default_factory=Leaving)
 
     def run(self, train: Callable[[], None]) -> Result:
-        """Call `train`, which runs the function, and complete the record.
+        """Call `train`, which runs the function, then finish the record and return the result.
 
         Raises:
             TrainingFailedError: `train` failed. The error is also an instance of the class that `train` raised.
-            Preempted: A signal came.
+            Preempted: A signal arrived.
         """
         try:
             train()
-        except BaseException as error:  # even Ctrl-C: the record says what ended the run
+        except BaseException as error:  # including Ctrl-C, so that the record says what ended the run
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
             failed = training_failed_error(error, self._advice, _tune_error())
             raise failed from failed.__cause__ if isinstance(error, WorkerError) else error.__cause__
         result = self.recorder.end_run()
-        if self.leaving.is_due():  # the run has ended well, and the program ends too
+        if self.leaving.is_due():  # the run succeeded, but the program must end
             self.leaving.end_program(place_of(result.checkpoint))
         return result
 
     @property
     def next_index(self) -> int:
-        """Number of the first checkpoint: after those in the folder, or at least that of the one to start from."""
+        """Number of the run's first checkpoint: above all in the folder, and at least the number of `begin_from`."""
         return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
 
     def _end_failed(self, error: BaseException) -> None:
@@ -126,7 +126,7 @@ class FitJob:
 
 
 def _tune_error() -> type[Exception] | None:
-    """Return the class by which Ray AIR programs catch a failed run, or None if it is not imported."""
+    """Return the exception class with which Ray AIR programs catch a failed run, or None if it is not imported."""
     return getattr(sys.modules.get("ray.tune.error"), "TuneError", None)
 
 
@@ -134,16 +134,16 @@ def _tune_error() -> type[Exception] | None:
 class RenewingPolicy(FailurePolicy):
     """Decides what follows a failure. A checkpoint that was written since the last failure resets the retries.
 
-    ADR 94 says why, and why exceptions of the function are an exception.
+    ADR 94 explains why, and why this stops once the function has raised an exception.
 
     Attributes:
-        take_landing: Returns True if a checkpoint was written since its last call.
+        take_landing: Returns True if a checkpoint was written since `take_landing` was last called.
     """
 
     take_landing: Callable[[], bool]
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return what to do next. Survivors that continue do not wait for a checkpoint in transit."""
+        """Return what to do next. Wait for a checkpoint in transit unless survivors can continue with retries left."""
         is_needed = budget.is_spent or not (self.continues and can_continue)
         if is_needed and self.take_landing():
             budget.renew()
@@ -154,14 +154,14 @@ class FitRun:
     """Runs a function on workers.
 
     Args:
-        job: The `fit` that this run belongs to. Its recorder gets each report of rank 0 with the checkpoint of that
-            step, the start of each attempt, and before that the reason why the last attempt failed.
+        job: The call of `fit` that this run belongs to. Its recorder receives each report of rank 0 with the step's
+            checkpoint, the start of each attempt, and before a new attempt the failure of the previous attempt.
         function: The user's function, with its config bound.
-        backend: Connection of the workers.
+        backend: Configures how the workers are connected.
         scaling: Number and resources of the workers.
         datasets: The prepared datasets.
-        dataset_config: Division of the datasets over the workers.
-        preprocessor: Preprocessor for checkpoints that have none.
+        dataset_config: Configures how the datasets are sharded across the workers.
+        preprocessor: Preprocessor to add to checkpoints that lack a preprocessor.
     """
 
     def __init__(
@@ -204,13 +204,13 @@ class FitRun:
         job.aborts.append(partial(self._executor.shutdown, patience_s=0))
 
     def run(self) -> None:
-        """Run the function until it ends on all workers, or a stop condition is met. Always ends the workers.
+        """Run the function until it finishes on all workers or a stop condition is met. Always stop the workers.
 
         Raises:
-            WorkerError: The function raised too often. The error is also an instance of the class that it raised.
+            WorkerError: The function raised too often. The error is also an instance of the class that was raised.
             WorkersLostError: Workers were lost too often.
-            StepMismatchError: The workers did not report equally often.
-            Preempted: A signal came, and the next checkpoint of the functions is kept.
+            StepMismatchError: The workers made different calls.
+            Preempted: A signal arrived, and the newest checkpoint is stored.
         """
         try:
             if self._run is None:
@@ -225,7 +225,7 @@ class FitRun:
             self.stop()
 
     def step(self) -> bool:
-        """Process the next step of the workers, which are started if needed. Return False if the functions have ended.
+        """Process the workers' next step. Start the workers if necessary. Return False if the functions have finished.
 
         Raises:
             StopConditionMet: A stop condition was met.
@@ -242,11 +242,11 @@ class FitRun:
         return True
 
     def stop(self) -> None:
-        """End the workers wherever they are, and pass on the last reports. A second call does nothing."""
+        """Stop the workers, even while functions run, and record the last reports. A second call does nothing."""
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
         self._give_room_back()
-        with suppress(Exception):  # the run has failed already, or the step that ended it has flushed
+        with suppress(Exception):  # the run has already failed, or its last step has flushed
             self._checkpoints.flush()
         self._delete_too_late()
         words = "could not write down what was reported last: %r"
@@ -254,7 +254,7 @@ class FitRun:
             self._hand_over(is_end=True)
 
     def _delete_too_late(self) -> None:
-        """Delete the checkpoints of reports that came after the stop condition was met."""
+        """Delete the checkpoints of reports that arrived after the stop condition was met."""
         for _, landing in self._too_late:
             checkpoint = _landed(landing)
             if checkpoint is not None and self._facts.keeps_files:
@@ -282,7 +282,7 @@ class FitRun:
         return self._run
 
     def _reserve_own_room(self) -> None:
-        """Reserve resources for the trial itself, besides the workers. A trial of Ray Tune has its own reservation."""
+        """Reserve resources for the trial itself, in addition to its workers. A Ray Tune trial already has them."""
         own = self._own_resources
         if own and any(own.values()):
             ensure_ray()
@@ -297,7 +297,7 @@ class FitRun:
             room.close(_CLOSE_S)
 
     def _hand_over(self, is_end: bool = False) -> None:
-        """Pass on reports whose checkpoints have been written. At the end, pass on those with lost checkpoints too."""
+        """Record reports whose checkpoints are written. With `is_end`, also record reports with lost checkpoints."""
         while self._reports:
             metrics, landing = self._reports[0]
             if not (is_end or landing is None or landing.done()):
@@ -307,7 +307,7 @@ class FitRun:
                 raise StopConditionMet
 
     def _take_landing(self) -> bool:
-        """Return True if a checkpoint was written since the last failure, and the function has raised nothing."""
+        """Return True if a checkpoint was written since the last failure and the function has never raised."""
         return self._checkpoints.take_landing() and not self._has_raised
 
     def _note_failure(self, diagnosis: Diagnosis) -> None:
@@ -316,7 +316,7 @@ class FitRun:
         self._failure = worker_error(diagnosis.faults) if is_of_user else WorkersLostError(words(diagnosis))
 
     def _begin_attempt(self) -> None:
-        """Pass on all reports of the last attempt, and begin another one."""
+        """Record the last attempt's remaining reports and its failure, and start another attempt."""
         self._hand_over(is_end=True)
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -325,7 +325,7 @@ class FitRun:
 
 
 def _landed(landing: Landing | None) -> Checkpoint | None:
-    """Return a checkpoint if it has been written."""
+    """Return a checkpoint if it has been written, else None."""
     return landing.result() if landing is not None and landing.done() else None
 
 
@@ -351,7 +351,7 @@ def _executor(
 
 
 def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
-    """Return the placement strategy for an executor. Strict strategies are followed as far as possible.
+    """Return the placement strategy for an executor. Strict strategies become best-effort strategies.
 
     >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
     [None, 'PACK', 'SPREAD', 'SPREAD']
@@ -367,7 +367,7 @@ def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
 
 
 def as_max_retries(max_failures: int) -> int:
-    """Turn `FailureConfig.max_failures` into the executor's `max_retries`, the number of the failure that raises.
+    """Convert `FailureConfig.max_failures` to the executor's `max_retries`, the number of the failure that is raised.
 
     >>> [as_max_retries(number) for number in (0, 2, -1)]
     [1, 3, -1]
