@@ -28,7 +28,7 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdow
 
 logger = logging.getLogger(__name__)
 
-_LATE_S = 2.0  # ranks that take longer are missing from the answers, but not killed
+_LATE_S = 2.0  # `ask_beside` omits the answers of ranks that take longer; they are not killed
 _POLL_S = 0.1
 _STUCK_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -147,13 +147,14 @@ class WorkerGroup:
             self._startup.watch_worker(worker)
         self._check_wanted()
         if slot_of_driver is not None:
-            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # remote workers have their copies
+            # Only now: the remote workers have received their copies of the connection without the driver's GPUs.
+            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())
 
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
-        """Run the user's hook and import the framework in all workers.
+        """Run the user's initialization hook and import the framework in all workers.
 
         Returns:
-            The `WorkerInfo` of each ready worker, or the report of the failure.
+            A report with the `WorkerInfo` of each ready worker, or the report of the failure.
         """
         num_workers = len(self.workers)
         placed = self._submit("describe", ranks=self.remote_ranks)  # answered even during the user's hook
@@ -185,7 +186,7 @@ class WorkerGroup:
         return GroupReport((*report.outcomes, *(Outcome(-1, each.info) for each in joining)))
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
-        """Wait until Ray has placed all actors. Inside an outer placement group, they may have to wait for resources.
+        """Wait until Ray has placed all actors. In an outer placement group, actors may have to wait for resources.
 
         Raises:
             ReservationTimeoutError: Some actors were not placed in time.
@@ -372,11 +373,14 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ during calls
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` in a rank's second thread, even during a call. Return the transfer."""
+        """Run `function(replica, *args)` in a rank's second thread, even during a call. Return a `Transfer`."""
         return self._platform.transfer(self.submit_beside(rank, function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` in a rank's third thread, where a slow result does not delay heartbeats."""
+        """Run `function(replica, *args)` in a rank's third thread and return the result's transfer.
+
+        Unlike in the second thread, sending a large result does not delay heartbeats.
+        """
         return self._platform.transfer(self.workers[rank].submit("send", function, *args))
 
     def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
@@ -424,7 +428,7 @@ class WorkerGroup:
     def share(self, value: Any) -> list[Any]:
         """Return `value` as an argument for each rank. Remote ranks get a reference to one stored copy."""
         stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
-        if stored.reference is None:  # also if `store` ran while the driver was the only worker
+        if stored.reference is None:  # even after `store`, if the driver was the only worker at that time
             stored = self.store(stored.value)
         return [stored.value if worker.is_local else stored.reference for worker in self.workers]
 
@@ -599,7 +603,7 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------- end
 
     def interrupt(self) -> None:
-        """Break the group: interrupt the collectives of all ranks."""
+        """Interrupt the collectives of all ranks. The group cannot be used after that."""
         self._interrupt(range(len(self.workers)))
 
     def kill_rank(self, rank: int) -> None:
@@ -608,7 +612,7 @@ class WorkerGroup:
         self._platform.kill_process(self.infos[rank])
 
     def kill_workers(self) -> None:
-        """Kill the workers, so that the thread that starts or uses the group returns. Called from another thread."""
+        """Kill the workers from another thread, so that the thread that starts or uses the group returns."""
         self._is_cancelled = True
         self.standby.cancel()
         self._kill_remote()
@@ -655,7 +659,7 @@ class WorkerGroup:
 
 
 def _nothing() -> None:
-    """Do nothing. A worker runs this after its current call, which shows when that call is done."""
+    """Do nothing. A worker runs this after its current call, so the answer shows that the current call has ended."""
 
 
 class GroupHooks:

@@ -88,8 +88,8 @@ class StoredPart:
 class DividedValue:
     """A value that is sharded over the ranks, one shard per rank.
 
-    The driver holds the shards without reading them. When it sends them to other processes, these get references and
-    read only the shards that they need.
+    The driver holds the shards without unpacking them. Pickling a `DividedValue` sends references, so that each
+    receiving process reads only the shards that it needs.
 
     Attributes:
         values: The shards that are in this process, by rank. None for the other shards.
@@ -133,7 +133,7 @@ class DividedValue:
         for value, places_of_part in zip(self.values, self.places, strict=True):
             best = tuple(sorted(places_of_part, key=lambda place: place.node_id not in nodes))
             if value is not None and best and not any(place.node_id in (*nodes, home) for place in best):
-                stored = store(value)  # else readers wait for the lost node until Ray notices: see ADR 92
+                stored = store(value)  # otherwise readers wait until Ray notices that the node is lost: see ADR 92
                 value, best = stored.value, (StoredPart(home, stored.reference),)
             values.append(value)
             places.append(best)
