@@ -146,7 +146,7 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
 
     Args:
         operator_cls: Value of the user's argument `training_operator_cls`.
-        base: The required base class.
+        base: Class that the operator class must subclass.
         shown: Name of the base class in error messages.
 
     Raises:
@@ -298,7 +298,7 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
 
     Args:
         trainer: Name of the class that was called.
-        unknown: The unknown keywords.
+        unknown: Keywords in the user's call that the class does not accept.
         known: Keywords that the class accepts.
         **objects: For each keyword of the class that takes an options object, the class of that object.
     """

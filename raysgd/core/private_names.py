@@ -26,7 +26,7 @@ class PrivateNames:
 
     Attributes:
         owner: The module or `module:object` that has the names.
-        names: The names.
+        names: The private names.
         used_in: Modules of `raysgd` that use the names.
         without: What raysgd does if the installed version no longer has a name.
     """

@@ -36,7 +36,7 @@ class LoggedCall:
         program: ID of the program that waits for the answer. None if that program has ended and another may claim the
             call; empty if no other program may claim it.
         words: Description of the program that made the call.
-        answer: The pickled outcome.
+        answer: Receives the pickled outcome, a `CallOutcome`.
         began_at: Start time of the call, in seconds as in `time.time`. None while the call is queued.
         asked: The `CallRequest`, stored for the trainer's next process.
         was_left: True if the program that made the call has ended.
@@ -60,7 +60,7 @@ class CallLog:
     """Runs calls one after another in a separate thread and stores their answers. Thread-safe.
 
     Args:
-        note: Called with each call and its answer, before any program can get the answer.
+        note: Called with each call and its answer, before any program can get the answer. Stores them in the journal.
     """
 
     def __init__(self, note: Callable[[LoggedCall, bytes], None] = lambda call, answer: None) -> None:

@@ -30,7 +30,7 @@ _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
 _MOST_DEATHS = 3  # after so many deaths of the process at the same point of a call, the call fails
-_START_S = 60.0  # the program that starts a trainer must attach within this time, or it counts as gone
+_START_S = 60.0  # the process ends if no program is attached for this long before the trainer is created
 _END_S = 5.0
 _CALL = "call:"  # prefix of calls in the journal
 _PROGRAM = "program:"  # prefix of attached programs in the journal
@@ -51,9 +51,9 @@ class CallRequest:
         kind: "start" creates the trainer, "call" calls a trainer's method, "draw" gets an iterator's next value,
             "close" closes an iterator.
         name: Name of the trainer's method or class, or the token of the call that returned the iterator.
-        arguments: The pickled arguments.
+        arguments: The call's arguments, pickled.
         program: ID of the calling program.
-        words: Description of that program.
+        words: Description of the calling program for users.
         folder: The calling program's working directory. Relative paths start there.
     """
 

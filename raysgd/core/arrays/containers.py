@@ -62,7 +62,7 @@ class DataFrameContainer:
             yield frame
 
     def collect(self, outputs: Iterable[Any]) -> Any:
-        """Return one data frame."""
+        """Return one data frame with the rows of all batches."""
         found = list(outputs)
         return self._frame(trees.joined(found) if found else {}, 0)
 

@@ -166,7 +166,7 @@ class RepeatedBatches:
 
 
 def every_nth(batches: Any, rank: int, size: int) -> RepeatedBatches:
-    """Return this rank's batches of data that cannot be sharded by sample. Each batch goes to one rank.
+    """Shard data by batch, if it cannot be sharded by sample. Return the batches of this rank.
 
     Args:
         batches: An iterable that yields the same batches on all workers.

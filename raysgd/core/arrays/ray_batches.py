@@ -119,7 +119,7 @@ class RayBatches:
         return replace(self, batch_size=size)
 
     def shares(self, num_workers: int) -> list[RayShare]:
-        """Split the dataset into one shard per worker, by rank. All workers must read at the same time."""
+        """Split the dataset into one shard per worker, by rank. All workers must read their shards at the same time."""
         if num_workers == 1:
             iterators = [self._ordered(self.dataset).iterator()]
         else:

@@ -42,7 +42,7 @@ class BackgroundCall(CallHandle[T]):
         Raises:
             TimeoutError: The call is still running. It is not interrupted.
             TrainerShutdownError: The trainer was shut down before the call finished.
-            Exception: The call's error.
+            Exception: The error that the call raised.
         """
         try:
             wait([self._future], timeout)

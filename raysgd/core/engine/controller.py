@@ -49,7 +49,7 @@ _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
 
 class PlaceInLine:
-    """A position in the queue of calls, reserved for a thread that takes its turn later.
+    """A position in the queue of calls, reserved for a thread that runs its call later.
 
     Attributes:
         thread: ID of the thread that holds the position. None until that thread takes its turn.
@@ -109,7 +109,7 @@ class Turns:
 
     @contextmanager
     def take_turn(self, place: PlaceInLine | None = None) -> Iterator[None]:
-        """Run the block while no other thread runs a call. A thread may nest such blocks.
+        """Run the block of a `with` statement while no other thread runs a call. A thread may nest such blocks.
 
         If `stop` is called during the block, the group is stopped at the end of the block, and an exception of the
         block is replaced by `TrainerShutdownError`.
@@ -297,7 +297,7 @@ class ElasticController(Lifecycle):
             self.start_standby()
 
     def start(self, *, as_fits: bool = False) -> None:
-        """Start the workers for the first time, or continue with those that a previous process of the trainer left.
+        """Start the workers for the first time, or adopt workers that a previous process of the trainer left running.
 
         Args:
             as_fits: True to start as many workers as fit into the free resources. False to start all workers or fail.
@@ -376,7 +376,7 @@ class ElasticController(Lifecycle):
         """Run `call` on every rank and return the values in rank order.
 
         Args:
-            call: The call to run.
+            call: The function to run on the workers, with its arguments for each rank.
             max_retries: Number of retries for failures of this call.
             budget: Used instead of `max_retries` if several calls share their retries.
 
@@ -505,7 +505,7 @@ class ElasticController(Lifecycle):
                 self.sleep(_SPARE_POLL_S)
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the current state and wait until the driver holds it. Take one if necessary.
+        """Return a snapshot of the current state, after it has arrived in the driver. Take a snapshot if necessary.
 
         Raises:
             WorkersLostError: The snapshot was lost in transit several times.
@@ -533,7 +533,7 @@ class ElasticController(Lifecycle):
         return self.snapshots.is_known(has_group=self.group is not None)
 
     def landed_snapshot(self) -> Snapshot | None:
-        """Return the last snapshot, waiting for one in transit. Return None if the shared state has changed since."""
+        """Return the newest snapshot, after it has arrived. Return None if the shared state has changed since."""
         with self._turn_to_copy():
             self._monitor.await_snapshot()
             return self.snapshots.landed if self.snapshots.shares_current else None

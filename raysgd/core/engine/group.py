@@ -302,7 +302,7 @@ class WorkerGroup:
         return self._remote(rank).submit(method, *args, **kwargs)
 
     def _submit(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Call a method of these ranks' workers (default: all ranks). Return the calls by rank."""
+        """Start a method call on the workers of `ranks` (default: all ranks). Return the calls by rank."""
         asked = range(len(self.workers)) if ranks is None else ranks
         return {rank: self.workers[rank].submit(method, *args) for rank in asked}
 
@@ -318,7 +318,7 @@ class WorkerGroup:
             return GroupReport(tuple([call.run(rank) for rank, call in calls.items()]))
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         listener = Listener(remote, self._spec.keeps_survivors, self._platform)
-        self._unanswered = remote  # kept if Ctrl-C ends the wait
+        self._unanswered = remote  # stays set if Ctrl-C ends the wait
         local = {rank: call for rank, call in calls.items() if rank not in remote}
         outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
@@ -399,7 +399,7 @@ class WorkerGroup:
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
     ) -> dict[int, Any]:
-        """Call `method` of these ranks' workers (default: all ranks), even during calls.
+        """Call `method` on the workers of `ranks` (default: all ranks), even while they run other calls.
 
         Returns:
             The answers that arrive in time, by rank.
@@ -438,7 +438,7 @@ class WorkerGroup:
         """After a failed call, interrupt ranks that wait for lost ranks. Return the ranks that can still be used.
 
         Args:
-            report: The report of the call.
+            report: The outcomes of the failed call.
             tell_stuck: Called once if a live rank takes long to finish its work.
         """
         unanswered, self._unanswered = self._unanswered, {}
@@ -467,11 +467,11 @@ class WorkerGroup:
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
 
     def nodes_of(self, lost: Collection[int], infos: Sequence[WorkerInfo]) -> LostNodes | None:
-        """Describe the nodes of lost ranks, if all workers of those nodes were lost.
+        """Describe the nodes of lost ranks, if all workers on these nodes were lost.
 
         Args:
-            lost: The lost ranks.
-            infos: Where each rank ran, by rank.
+            lost: Ranks whose workers were lost.
+            infos: Node and process of each rank's worker, by rank, before the loss.
 
         Returns:
             The lost nodes. None if a lost rank's node still has workers or is the driver's node, or if some of the
@@ -502,7 +502,7 @@ class WorkerGroup:
         return self.stuck | {found.rank for found in outcomes if found.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """Interrupt the collectives of these ranks. Return the calls to remote ranks without waiting for them."""
+        """Interrupt collectives on `ranks`. Return the calls that do so on remote ranks, without waiting for them."""
         calls = self._submit("interrupt", ranks=ranks)
         for rank, call in [*calls.items()]:
             if isinstance(call, LocalCall):

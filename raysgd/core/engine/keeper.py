@@ -85,7 +85,7 @@ class Keeper:
     def find(self) -> KeptGroup | None:
         """Return the group that the previous process saved, and kill the trainer's other workers.
 
-        Return None if there is no such group. Later calls also return None.
+        Return None if no group was saved. Later calls also return None.
         """
         kept, self._group = self._group, None
         if kept is None:

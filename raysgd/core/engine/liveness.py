@@ -80,7 +80,7 @@ KeyT = TypeVar("KeyT")
 
 _ROUND_S = 1.0
 _ROUNDS_PER_HEARTBEAT = 3  # with `heartbeat_s=30`, polling 1,000 ranks stays below `_SHARE`
-_QUESTION_S = 0.0005  # driver's time for one poll and its answer
+_QUESTION_S = 0.0005  # time that one poll and its answer cost the driver
 _SHARE = 0.05  # polling may take at most this fraction of the driver's time
 
 

@@ -206,7 +206,7 @@ class Monitor:
         return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
 
     def _kill_hung(self, silent: Mapping[int, float]) -> None:
-        """Kill ranks that do not respond, so that their call fails like that of any dead worker."""
+        """Kill ranks that do not respond. Their call then fails as after any death of a worker."""
         group = self._lifecycle.running
         silent_s = max(silent.values())
         cause = f"{named(silent)} did not respond for {silent_s:.0f} s"

@@ -220,7 +220,10 @@ def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
 
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
-    """Return the free resources by node. Ray's public function returns only the sum, which is enough for one node."""
+    """Return the free resources by node. Empty for several nodes if Ray lacks a private function.
+
+    Ray's public function returns only the sum over all nodes.
+    """
     by_node = find_name("ray._private.state:available_resources_per_node")
     if by_node is not None:
         return dict(by_node())
@@ -277,7 +280,10 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 
 
 def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
-    """Return why `num_workers` never fit on these nodes, and what to request instead. None if they can fit."""
+    """Return an error message if `num_workers` cannot fit even on idle nodes, otherwise None.
+
+    The message says what to request instead.
+    """
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
         return None
@@ -298,7 +304,7 @@ def _state_of(group: Any) -> str:
 class Reservation:
     """A reservation of the resources for several workers. They are granted all together or not at all.
 
-    Inside an existing placement group, such as that of a Tune trial, the workers use that group, and `close` does not
+    Inside an existing placement group, for example in a Tune trial, the workers use that group, and `close` does not
     remove it.
 
     Args:
@@ -706,7 +712,7 @@ class Slots:
         self._free.append(slot)
 
     def close(self, timeout_s: float) -> None:
-        """Close all reservations and requests, even if Ctrl-C interrupts the wait for one of them."""
+        """Close all reservations and pending requests, even if Ctrl-C interrupts one of these steps."""
         reservations = [*self._reservations, *self._asked]
         self._reservations, self._asked, self._free = [], [], []
         with ExitStack() as closing:

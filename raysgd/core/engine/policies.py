@@ -45,7 +45,7 @@ _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 Decision = Literal["continue", "restart", "raise error", "give up"]
 """What to do after a failed call. "continue": the survivors form a new group and continue the call. "restart": all
-workers restore the last snapshot and run the call again. "raise error": raise the exception of user code. "give up":
+workers restore the last snapshot and run the call again. "raise error": raise the user code's exception. "give up":
 raise an error about the lost workers."""
 
 
@@ -124,7 +124,7 @@ class ScalingPolicy:
         return WaitForWorkers(self.delay_s(attempt), reason)
 
     def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> int:
-        """Return how many more workers a new group could have than the current one.
+        """Return how many more workers a new group could have than the current group.
 
         Args:
             view: The cluster's nodes and their free resources.
@@ -267,7 +267,7 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | N
     """Return a short description of the cause, for logs and error messages.
 
     Args:
-        diagnosis: The cause.
+        diagnosis: The cause of the failed call.
         gone: All ranks that are known to be lost.
         nodes: Nodes that lost all their workers.
     """
@@ -395,10 +395,10 @@ class FailurePolicy:
 
 
 def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
-    """Return the index of the replica whose state the others copy, or None if the survivors cannot continue.
+    """Return the index of the replica whose state the other replicas copy, or None if the survivors cannot continue.
 
-    The source is the most advanced replica whose state is that of a completed step. A step that one replica has
-    completed includes the gradients of all ranks, even of lost ranks.
+    The source is the most advanced replica that is not in the middle of a step. A step that one replica has completed
+    includes the gradients of all ranks, even of lost ranks.
     """
     if any(report.obstacle for report in reports):
         return None

@@ -85,7 +85,7 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
     """Return, by rank, the partner rank on another node that stores a copy of the rank's shard.
 
     Each node's copies go to the next node, in a ring, so that no node stores many more copies than it sends. Ranks
-    without a partner are left out: their shards go to the driver.
+    without a partner are omitted: their shards go to the driver.
 
     Args:
         infos: Node of each worker.

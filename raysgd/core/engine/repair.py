@@ -2,8 +2,8 @@
 
 `GroupRepair.recover` is the entry point. It tries these steps in order:
 
-1. The survivors form a new group in place, together with standby workers and new workers if there are any. ADR 9
-   explains why, and ADR 11 when survivors wait for new workers.
+1. The survivors continue in place: they keep their processes and form a new group, together with standby workers and
+   new workers if there are any. ADR 9 explains why, and ADR 11 when survivors wait for new workers.
 2. All ranks restore the last snapshot: in rebuilt replicas in the remaining processes, or in new workers.
 3. The failure is raised.
 
@@ -104,7 +104,7 @@ class NextGroup:
 
 @dataclass(frozen=True)
 class GroupChange:
-    """A request to change the group in place.
+    """A request to change the group in place, which means that workers that stay keep their processes.
 
     Attributes:
         kind: Kind of event to record in the history. If ranks are lost, "continued" is recorded instead.
@@ -169,7 +169,7 @@ class GroupRepair:
 
         Raises:
             WorkerError: User code raised an exception.
-            UnevenStepsError: The ranks did different things, so that some would wait for others forever.
+            UnevenStepsError: The ranks took different steps, so that some ranks would wait for other ranks forever.
             WorkersLostError: The retries are used up, or too few workers can be started.
         """
         self._lifecycle.check_active()
@@ -706,7 +706,7 @@ class GroupRepair:
         Args:
             kind: Kind of the event in the history.
             cause: Reason for the restart, for the history.
-            after: The report of a failed call. If given, surviving processes are kept if possible.
+            after: The outcomes of a failed call. If given, surviving processes are kept if possible.
 
         Raises:
             WorkersLostError: Too few workers could be started, or the state is lost.

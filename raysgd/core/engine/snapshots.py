@@ -97,7 +97,7 @@ class NewestSnapshot:
             state = self.transfer.result(timeout_s)
         except TimeoutError:
             raise
-        except Exception as error:  # from Ray if the worker died, or from the worker itself
+        except Exception as error:  # Ray's error if the worker died, or an error that the worker raised
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
         return Snapshot(state, self.rank_states, self.progress, self.transfer.reference)
 
@@ -299,9 +299,9 @@ class Snapshots:
         self.must_follow = self.must_follow or not is_repeatable
 
     def newest(self) -> NewestSnapshot:
-        """Return the newest snapshot. There must be one.
+        """Return the newest snapshot. Call this only if `has_any` is True.
 
-        If it is in transit, a restart waits longer for it from now on, because the caller needs it.
+        If the snapshot is in transit, a restart waits longer for it from now on, because the caller needs it.
         """
         if self._coming is None:
             return NewestSnapshot(self.landed)

@@ -328,7 +328,7 @@ class StandbyWorkers:
         self._is_cancelled = True
 
     def kill_on(self, node_ids: frozenset[str]) -> None:
-        """Kill standby workers on these nodes, including those that are still starting."""
+        """Kill standby workers on these nodes, including workers that are still starting."""
         self._drop([each for each in self._idle if each.info.node_id in node_ids])
         for each in [*self._coming] if node_ids else ():
             if self._slots.node_of(each[0].slot) in node_ids and _take_out(self._coming, each):

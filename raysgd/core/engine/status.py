@@ -84,7 +84,7 @@ class TrainerStatus:
         failures: Effect of each failure on the training, oldest first: where survivors continued and what happened to
             the samples, what a restart started from, or what state remained if neither was possible.
         num_failures: Number of failures from which the trainer recovered.
-        num_continued: Number of failures after which survivors continued in place.
+        num_continued: Number of failures after which survivors kept their processes and continued.
         num_restored: Number of failures after which all workers restarted.
         num_resizes: Number of times that the number of workers changed.
         events: The history of the worker groups, oldest first.
@@ -179,7 +179,7 @@ class TrainerStatus:
 
 
 def find_straggler(own_s: Sequence[float | None]) -> int | None:
-    """Return the rank whose own work takes clearly longer than that of the other ranks. None if no rank's does.
+    """Return the rank that takes clearly longer for its own work than the other ranks. None if there is no such rank.
 
     Args:
         own_s: Each rank's `own_s`, by rank. If any is None, the result is None.

@@ -127,7 +127,7 @@ class DividedValue:
     def best_on(self, nodes: Collection[str]) -> DividedValue:
         """Return the same value with copies on `nodes` first, because other nodes may be lost.
 
-        If a shard in this process has no copy on these nodes or this node, store it on this node.
+        If a shard that this process holds has no stored copy on `nodes` or on this node, store it on this node.
         """
         home, values, places = node_here()[0], list[Any](), list[tuple[StoredPart, ...]]()
         for value, places_of_part in zip(self.values, self.places, strict=True):

@@ -124,7 +124,7 @@ class SentData:
 
     Attributes:
         argument: Name of the argument.
-        data: The data.
+        data: The user's data, such as a dataset.
         token: Identifies the data in the detached trainer's process.
     """
 
@@ -407,7 +407,7 @@ class WorkerProcess:
 
     @property
     def replica(self) -> Replica:
-        """The replica. There must be one."""
+        """The replica. Fails if it has not been built yet."""
         assert self._replica is not None, "the worker has no replica yet"
         return self._replica
 
@@ -428,7 +428,7 @@ class WorkerProcess:
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
-        """Return True if the call itself raised the error. In the driver, `KeyboardInterrupt` means Ctrl-C instead."""
+        """Return True if the call raised the error. In the driver, a `KeyboardInterrupt` comes from Ctrl-C instead."""
         return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
 
 

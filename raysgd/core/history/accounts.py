@@ -107,7 +107,7 @@ class Accounts:
 
     @contextmanager
     def waiting_for_validation(self) -> Iterator[None]:
-        """Count the time of the block as waiting, because all ranks wait for a validation that runs elsewhere."""
+        """Count the time of the block as a wait for a validation that runs on another worker."""
         began = self._clock()
         try:
             yield

@@ -79,7 +79,7 @@ RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
 
 
 class ObjectMeter:
-    """The last metric object reported under one name, and the states captured from it."""
+    """Holds one metric that is reported as a metric object: the last object, and the states captured from it."""
 
     __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
 

@@ -93,8 +93,8 @@ def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Colle
     Metric objects cover only this worker's batches.
 
     Args:
-        worker: The worker's metrics.
-        lost: The lost workers' metrics.
+        worker: Metrics of the worker that survived.
+        lost: Metrics that each lost worker had accumulated.
         known: Names of the metrics that the worker measured, before user code could edit them.
     """
     if not worker.totals and not worker.objects and worker.get(NUM_SAMPLES) != 0:
@@ -183,7 +183,7 @@ class CallProgress:
         epoch_idx: Index of the pass over the training data, from 0.
         num_epochs: Total number of epochs. None if unknown.
         loss: `train_loss` of the last batch, or `val_loss` in validation. None if the batch reported no loss.
-        kind: The type of call.
+        kind: Which type of call it is: "train", "validation", "test" or "predict".
         metrics: All numeric metrics of the last batch, by name.
         is_done: True if the call has returned.
     """

@@ -107,7 +107,7 @@ def read_pickle(content: bytes) -> Any:
 
     Raises:
         NotPlainError: The pickle contains other objects.
-        Exception: The pickle is damaged.
+        Exception: The pickle is damaged, which may raise any error.
     """
     for opcode, argument, _ in pickletools.genops(content):  # raises an error if bytes are missing
         if opcode.name in ("PUT", "LONG_BINPUT"):

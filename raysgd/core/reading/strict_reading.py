@@ -61,7 +61,7 @@ def check_depth(value: Any, what: str = "it") -> None:
         is_shallow = depth + heights.get(id(item), 1) <= _MAX_DEPTH
         require(is_shallow, f"{what} is nested more than {_MAX_DEPTH} levels deep")
         if id(item) not in heights:
-            heights[id(item)] = 0  # in case an item contains itself
+            heights[id(item)] = 0  # ends the recursion if an item contains itself
             parts = [*item.values(), *getattr(item, "__dict__", {}).values()] if isinstance(item, dict) else item
             heights[id(item)] = 1 + max((height(part, depth + 1) for part in parts), default=0)
         return heights[id(item)]

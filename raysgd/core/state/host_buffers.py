@@ -40,7 +40,7 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._spare: list[_Memory] = []
-        self._lent: set[int] = set()  # ids of lent memory; several threads may return memory at the same time
+        self._lent: set[int] = set()  # ids of blocks in use; several threads may return blocks at the same time
 
     def take_buffer(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
         """Return `num_bytes` uninitialized bytes. A GPU can write into `pinned` memory directly."""

@@ -185,7 +185,7 @@ class _Parts:
         return False
 
     def copy_into(self, memory: Bytes) -> None:
-        """Copy all tensors and arrays that were added into `memory`, except tensors that are only lent."""
+        """Copy all tensors and arrays that were added into `memory`, except tensors sent from their own memory."""
         for content, array_part in zip(self._arrays, self.array_parts, strict=True):
             _slice(memory, array_part)[:] = np.frombuffer(content, dtype=np.uint8)
         if self._tensors:

@@ -181,7 +181,7 @@ class Once:
     def is_first(self, key: Hashable) -> bool:
         """Return True on the first call for `key`."""
         mark = object()
-        return self._first.setdefault(key, mark) is mark  # atomic: only one thread wins
+        return self._first.setdefault(key, mark) is mark  # `setdefault` is atomic, so only one thread gets True
 
 
 def listed(ranks: Collection[int]) -> str:

@@ -67,7 +67,7 @@ def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
     """Rewrite a file of JSON lines with only the reports up to a step. Other lines are removed.
 
     Args:
-        path: The file.
+        path: The file to rewrite.
         step: The last epoch or report number to keep.
         last_step: The last step inside the next epoch to keep. None to keep no such step.
     """

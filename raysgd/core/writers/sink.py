@@ -37,8 +37,8 @@ class Sink(ABC):
         """Start writing for a run.
 
         Args:
-            run: The run, with its `folder`, `config` and `name`. A sink that writes elsewhere must not read `folder`,
-                because reading it may create the folder.
+            run: The run, with the attributes `folder`, `config` and `name`. A sink that does not write to the folder
+                must not read `folder`, because reading it may create the folder.
             first_step: The step from which the run continues. Rows of later steps come from a previous run and are
                 removed. 0 for a new run. None to keep all rows.
         """
@@ -121,14 +121,14 @@ class SafeSink:
         self._run, self.first_step, self._is_open = run, first_step, False
 
     def write(self, row: Any, step: int) -> None:
-        """Write one row. On failure, warn."""
+        """Write one row. If that fails, log a warning."""
         with self.warns():
             self._open_once()
             shown = {name: row[name] for name in row if name not in self._hidden} if self._hidden else row
             self._sink.write(shown, step)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close the sink if it is open. On failure, warn."""
+        """Close the sink if it is open. If that fails, log a warning."""
         with self.warns():
             if self._is_open:
                 self._is_open, self._run = False, None

@@ -35,7 +35,7 @@ class Call:
         divergence: Returns a description of how ranks diverged, so that some would wait for other ranks forever, or ""
             if they did not diverge. Takes one object per rank: heartbeats during the call, values and failures after
             the call failed.
-        may_continue: False if the call must never continue in place.
+        may_continue: False if survivors of a failure must not continue the call in a new group.
         is_short: True if the call may be so short that the time to send it matters.
         is_repeatable: True if repeating the call later gives the same result. False for a function that reads objects
             that the user may change in the meantime.
@@ -74,7 +74,7 @@ class Call:
         """Return the arguments by rank, only for the ranks that run the call.
 
         Args:
-            args: The arguments of all ranks.
+            args: The arguments of every rank of the group, by rank.
         """
         return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}
 
@@ -95,7 +95,7 @@ class CallHandle(ABC, Generic[T]):
 
         Raises:
             TimeoutError: The call is still running. It is not interrupted.
-            Exception: The call's error.
+            Exception: The error that the call raised.
         """
 
 

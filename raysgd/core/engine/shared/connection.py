@@ -33,7 +33,7 @@ class Connection(ABC):
         self.load()
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
-        """Use these GPUs in the driver, if the driver is a worker. They are reserved for it.
+        """Make the driver, if it is a worker, use only these GPUs, which are reserved for it.
 
         Remote workers do not need this, because each sees only its assigned GPUs.
         """
@@ -73,14 +73,14 @@ class Connection(ABC):
     def interrupt(self) -> None:  # noqa: B027 - most connections have nothing to interrupt
         """Abort `join` and all collectives of this rank, after which the group is unusable. Called from another thread.
 
-        If a connection does not implement this, ranks that wait for a lost rank cannot continue in place.
+        If a connection does not implement this, ranks that wait for a lost rank can only be restarted.
         """
 
     def give_up(self, error: BaseException) -> None:
         """After a call failed because the group is broken, abort communication in which others may wait for this rank.
 
         Args:
-            error: The call's error.
+            error: The exception that the call raised.
         """
         self.interrupt()
 

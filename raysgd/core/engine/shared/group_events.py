@@ -26,7 +26,7 @@ class GroupEvent:
         kind: One of these:
 
             * "started": The first group was started.
-            * "continued": Survivors of a failure continued in place.
+            * "continued": Survivors of a failure kept their processes and continued in a new group.
             * "restored": After a failure, all workers restored a snapshot.
             * "restarted": New workers restored a snapshot after the old workers had been stopped: after Ctrl-C, after
               an exception that left some of them stuck, or after a call had used up its retries.

@@ -60,7 +60,8 @@ class GroupSpec:
             lost.
         snapshot_every_s: How often workers copy their state. See `is_due` in `snapshots`.
         snapshots_inside: True if workers also copy their state during calls.
-        regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place.
+        regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place: keep
+            their processes and form a new group.
         runs_on: True if replicas run a user's function that keeps running while the group changes, even between calls.
             Each replica then keeps its rank. Excludes `regroups`.
         renews: True if survivors that cannot continue in place keep their processes and rebuild their replicas.

@@ -60,7 +60,7 @@ class TimeSpent:
         of: Identifies the replica. Replicas that have the same rank one after the other have different values.
         seconds: Seconds by bin since the replica got its rank.
         unsaved_s: Seconds of useful steps since the replica's state was last copied.
-        is_successor: True if the replica got its rank in a group that continued in place.
+        is_successor: True if the replica got its rank when survivors of a failure continued in a new group.
     """
 
     of: str

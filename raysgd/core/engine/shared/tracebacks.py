@@ -1,8 +1,8 @@
 """Removes the library's frames from the tracebacks that users see. `RAYSGD_TRACEBACK=full` disables this.
 
-As in Keras and JAX, the error's own traceback is shortened. No hook of Python or IPython is replaced, and debuggers
-still stop in the user's frames, even in those of a worker in this process. An error that may be a bug of raysgd keeps
-its whole traceback.
+As in Keras and JAX, the traceback of the exception object is shortened. No hook of Python or IPython is replaced, and
+debuggers still stop in the user's frames, including frames of a worker in this process. An error that may be a bug of
+raysgd keeps its whole traceback.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class PlacementGroupHolder:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The cluster at one moment.
+    """The cluster's nodes and resources at one moment.
 
     Attributes:
         nodes: The live nodes.
