@@ -75,7 +75,7 @@ class DetachedTrainer:
         self._help: dict[str, str] = {}
         self._sent: deque[SentData] = deque(maxlen=_NUM_KNOWN_DATA)
         self._is_ended = False
-        self._presence = actor.stay.remote(self._program)  # does not return while this program lives
+        self._presence = actor.stay.remote(self._program)  # this request stays open as long as the program runs
         self._ask("attach", self._program, self._words, [self._presence])
         self._finalizer = end_with(self, _detach, actor, self._program, self._session)
 

@@ -307,7 +307,12 @@ class TrainerProcess:
             self._note_program(program, *pickle.loads(kept[name]))
 
     def _num_deaths(self, running: CallRequest, kept: dict[str, bytes]) -> int:
-        """Return how many times the process has died in this call since the last completed epoch of its `fit`."""
+        """Count one more death of the process in a call. Return the deaths since the last completed epoch of `fit`.
+
+        Args:
+            running: The call during which the previous process died.
+            kept: The entries of the journal.
+        """
         place = running.token, zlib.crc32(kept.get("fit", b""))
         former, number = pickle.loads(kept["deaths"]) if "deaths" in kept else (None, 0)
         number = number + 1 if place == former else 1

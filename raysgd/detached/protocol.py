@@ -238,13 +238,13 @@ class Output:
             self._num_pieces += 1
 
     def num_pieces(self) -> int:
-        """Collect new log lines and return the number of pieces so far."""
+        """Collect new log lines and return the number of pieces of output so far."""
         for line in log_lines.drain():
             self.add_piece(line)
         return self._num_pieces
 
     def since(self, seen: int | None) -> tuple[int, list[Piece]]:
-        """Return the number of pieces so far, and the new pieces.
+        """Return the number of pieces of output so far, and the new pieces.
 
         Args:
             seen: Number of pieces that the program has printed, so that it needs only later ones. None to return the

@@ -324,7 +324,7 @@ class ElasticController(Lifecycle):
         """If resources are short, free this program's unreferenced trainers, then stop the workers of idle trainers.
 
         Returns:
-            A description of the trainers that still hold resources if they are still short; otherwise an empty string.
+            If resources are still short, a description of the trainers that hold them; otherwise an empty string.
         """
         if not self._others() or self.has_room():
             return ""
@@ -340,7 +340,7 @@ class ElasticController(Lifecycle):
             each
             for each in tuple(_OF_THIS_PROGRAM)
             if each.view is self.view
-            and each.spec.make_replica is not self.spec.make_replica  # a trainer may have two controllers
+            and each.spec.make_replica is not self.spec.make_replica  # the same if one trainer has two controllers
             and each._holds_room
         ]
 
@@ -437,7 +437,7 @@ class ElasticController(Lifecycle):
     def lend_spare(self) -> Loan | None:
         """Lend a ready spare for `run_on_spare`. Return None if no spare is ready.
 
-        If the group later needs the spare as a worker, it recalls it.
+        If the group later needs the spare as a worker, the loan is recalled.
         """
         with self.turns.take_turn():
             loan = self.ensure_group().standby.lend()
@@ -698,7 +698,7 @@ class ElasticController(Lifecycle):
         if not report.ok:
             return report, None
         values = [answer.value for answer in report.values]
-        if any(isinstance(value, HeldAtStep) for value in values):  # other ranks may have completed the call
+        if any(isinstance(value, HeldAtStep) for value in values):  # some ranks stopped, even if others completed it
             return report, None
         is_right = False
         try:
@@ -717,7 +717,9 @@ class ElasticController(Lifecycle):
         return report, values
 
     def _adapt(self, call: Call) -> None:
-        """Before a call, leave nodes that are being removed and grow the group if resources are free. Uses no retry.
+        """Before a call, move workers off nodes that are being removed, and grow the group if resources are free.
+
+        This uses no retry.
 
         Does nothing if the trainer's previous process left ranks that may already be inside the call: such a group can
         change only at a step of the call.
@@ -768,7 +770,7 @@ class ElasticController(Lifecycle):
             return
         target = len(group) + num_more
         self.snapshot()
-        if self.num_workers < target:  # otherwise recovery from a failure has already used them
+        if self.num_workers < target:  # otherwise a recovery during `snapshot` has already used the free resources
             self.recovery.restart_workers("grown", f"resources for {target} workers are free")
 
     def renew(self, function: Callable[..., Any], *args: Any) -> None:

@@ -136,7 +136,7 @@ def grace_s(
         ran_s: Seconds from the start of the call to the first failure.
         last_answer_s: Seconds from the first failure to the last answer.
     """
-    if "died" in kinds:  # a rank that answers now need not be interrupted and polled later
+    if "died" in kinds:  # with `asks_survivors`, each answer now saves interrupting and polling that rank later
         return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S) if asks_survivors else _DEATH_GRACE_S
     if kinds == {"disconnected"}:
         return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S

@@ -339,7 +339,7 @@ class WorkerGroup:
         def listen() -> None:
             answers.update(listener.listen(on_wait))
             if self._must_kill(answers, is_local_done, listener.left_s(answers)):
-                self._kill_remote()  # including ranks that have answered
+                self._kill_remote()  # kills even ranks that have answered
                 answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
 
         join = self._platform.begin_thread(listen)
@@ -478,7 +478,7 @@ class WorkerGroup:
             nodes are alive and each lost only one worker.
         """
         emptied = emptied_nodes(lost, infos)
-        if not emptied or self._platform.home in emptied:  # the driver's node is alive
+        if not emptied or self._platform.home in emptied:  # the driver's node must be alive, because this code runs
             return None
         addresses = tuple(emptied.values())
         if not self._platform.living_nodes() & emptied.keys():

@@ -38,7 +38,7 @@ _LOOK_S = 0.5
 _CLOSE_S = 5.0
 _SLICE_S = 1.0
 _CONNECT_S = 5.0
-_TELL_S = 5.0  # an idle cluster grants a reservation within a second
+_TELL_S = 5.0  # after this wait, log what is missing; an idle cluster grants a reservation within a second
 _BUNDLE = "bundle_group_"
 _CANNOT_GROW = (
     "No node will join: Ray was started for this program alone. To use a cluster, run the program on one of its "
@@ -122,9 +122,9 @@ def note_processes(infos: Iterable[WorkerInfo]) -> None:
 
 
 def _quiet_ray() -> None:
-    """Hide the 1,200 characters that Ray prints for each lost worker, even with `log_to_driver=False`.
+    """Hide the message of 1,200 characters that Ray prints for each lost worker, even with `log_to_driver=False`.
 
-    The function that prints them is private. If it is missing, nothing is hidden.
+    Ray's function that prints the message is private. If it is missing, nothing is hidden.
     """
     show = find_name("ray._private.worker:print_to_stdstream")
     if show is None or hasattr(show, "__wrapped__"):
@@ -258,7 +258,7 @@ def drain_deadlines() -> dict[str, int]:
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
-    """Return a table for error messages: the requested resources, the cluster's resources, and what holds them."""
+    """Return a table for error messages: the requested resources, each node's resources, and what uses them."""
     where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
     lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
     hidden = {"memory"} - need.bundle().keys()  # Ray lists memory, but few programs request it
@@ -378,14 +378,15 @@ class Reservation:
         began = time.monotonic()
         words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
         waited_s = 0.0
-        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):  # takes whole seconds and blocks Ctrl-C
+        # Wait at most one second at a time, because Ray's `wait` takes whole seconds and blocks Ctrl-C.
+        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):
             time.sleep(_POLL_S)
             check()
             waited_s = time.monotonic() - began
             while words and waited_s >= words[-1][0]:
                 words.pop()[1](timeout_s)
             if waited_s >= timeout_s:
-                if self.is_granted():  # granted just now, if this process had stalled
+                if self.is_granted():  # if this process stalled, the grant may have arrived in the meantime
                     return
                 view = cluster_view()
                 reason = impossibility(self._need, self._num_workers, view, self._words)

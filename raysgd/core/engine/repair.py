@@ -320,7 +320,7 @@ class GroupRepair:
             group = lifecycle.running
             survivors = group.settle_any() if after is None else group.settle(after)
             while lifecycle.holds_only_state:
-                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a rank in a long step may finish it
+                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a stuck rank may still finish a long step
                 survivors = list(range(len(group)))
             logger.info("fetched the state that only workers had: %s", self._snapshots.restored_from())
         except CannotForm as failed:
@@ -540,7 +540,7 @@ class GroupRepair:
         may_lack_memory = change.kind == "continued" and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at = source.progress if may_lack_memory else None
         kind: EventKind = "continued" if lost else change.kind
-        if kind != "grown" or len(group) > len(before):  # not if all joining workers died
+        if kind != "grown" or len(group) > len(before):  # record nothing if all joining workers died
             lifecycle.record(kind, len(before), change.began, change.cause(lost), source.words)
         lifecycle.owe_spares()
         return None
@@ -787,7 +787,7 @@ class GroupRepair:
             decision = scaling.decide(view, self._spec.resources, attempt)
             attempt += 1
             if isinstance(decision, WaitForWorkers):
-                if kind == "started":  # after a restart, lost nodes may come back
+                if kind == "started":  # not after a restart, because lost nodes may come back
                     impossible = impossibility(self._spec.resources, scaling.min_workers, view, self._spec.words)
                 if decision.delay_s is None:
                     table = impossible or explain(self._spec.resources, scaling.max_workers, view)

@@ -166,7 +166,7 @@ class StartupCheck:
             if worker in self._infos:
                 self._end(worker, self._infos[worker])
                 self.lost.append(worker)
-            elif (info := self._platform.find_process(worker)) is not None:  # it may have started just now: wait on
+            elif (info := self._platform.find_process(worker)) is not None:  # may be new: its silence counts from now
                 self._infos[worker] = info
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))

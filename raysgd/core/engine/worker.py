@@ -573,7 +573,7 @@ class RemoteWorker:
     def kill(self) -> None:
         import ray
 
-        if self._call is not None and self._call.is_answered:  # otherwise another thread may wait for it
+        if self._call is not None and self._call.is_answered:  # otherwise another thread may be waiting for the answer
             self._hang_up()
         if session() == self._session:
             ray.kill(self.actor, no_restart=True)

@@ -119,7 +119,7 @@ def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def most_telling(names: Iterable[str], most: int) -> list[str]:
     """Return the `most` most informative metrics in their original order.
 
-    Validation precedes training, and losses precede other metrics.
+    Metrics of validation are preferred to metrics of training, and losses to other metrics.
 
     Examples:
         >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)

@@ -139,7 +139,7 @@ def value_here(state: CapturedMetric, name: str) -> Any:
     """Compute a metric on the data of this process alone. If that fails, for example on too little data, return NaN."""
     try:
         return state.value()
-    except Exception as error:  # only the merged metric matters, and computing that raises an error
+    except Exception as error:  # only the merged metric matters; if computing it fails, an error is raised
         logger.warning(
             "metric `%s` cannot be computed on this worker's share alone, so it reports NaN: %s", name, error
         )

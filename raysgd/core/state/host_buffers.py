@@ -47,7 +47,7 @@ class HostBuffers:
         fitting = (each for each in self._spare if each.num_bytes >= num_bytes and each.is_pinned == pinned)
         memory = next(fitting, None)
         if memory is None:
-            self._spare.clear()  # too small or of the other type; freed before the new memory is allocated
+            self._spare.clear()  # blocks that do not fit are freed before the new memory is allocated
             memory = _Memory(num_bytes, pinned)
         else:
             self._spare.remove(memory)

@@ -77,7 +77,7 @@ class Connection(ABC):
         """
 
     def give_up(self, error: BaseException) -> None:
-        """After a call failed because the group is broken, abort communication in which others may wait for this rank.
+        """Abort communication in which other ranks may wait for this rank, after a call failed in a broken group.
 
         Args:
             error: The exception that the call raised.
