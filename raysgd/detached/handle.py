@@ -377,7 +377,7 @@ class DetachedCall(CallHandle[Any]):
 
         Raises:
             TimeoutError: The call has not finished. It continues.
-            Exception: The call raised it.
+            Exception: The error that the call raised.
         """
         if self._answer is None:
             trainer = self._trainer

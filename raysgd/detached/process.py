@@ -205,8 +205,8 @@ class TrainerProcess:
         """Save the trainer, if it has a folder and no call is running. The caller ends the trainer afterwards.
 
         Returns:
-            A pickled pair: the file's path or None, and a description of the running call that prevented saving or
-            None.
+            A pickled pair: the path of the saved file, and a description of the running call that prevented saving.
+            Either is None if it does not apply.
         """
         return await asyncio.to_thread(packed_answer, self._save_unless_busy)
 
@@ -493,7 +493,7 @@ class TrainerProcess:
     def _end_trainer(self, force: bool = False) -> None:
         """Call the trainer's `shutdown`.
 
-        The trainers of `fit` have no `shutdown`; their workers end with this process.
+        Trainers that only have a `fit()` method have no `shutdown`. Their workers end with this process.
         """
         shutdown = getattr(self._trainer, "shutdown", None)
         if shutdown is not None:

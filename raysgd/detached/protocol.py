@@ -217,7 +217,7 @@ class Output:
     """Collects the printed output and log lines of a detached trainer's process after `install`. Thread-safe.
 
     Args:
-        first: Number of the first piece. Must be larger than the numbers used by the trainer's previous process.
+        first: Number of the first piece of output. Must be larger than all numbers that the previous process used.
     """
 
     def __init__(self, first: int = 0) -> None:

@@ -108,7 +108,7 @@ class Line:
 
 
 class LineCall:
-    """A call over a line. `wait` accepts it like Ray's reference to a call."""
+    """A call over a line, a Unix socket to a worker. `wait` accepts it like Ray's reference to a call."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -151,7 +151,7 @@ class LineCall:
 
 
 class LineEnd:
-    """The worker's end of a line.
+    """The worker's end of a line, a Unix socket to the driver.
 
     Args:
         name: Address of the driver's end.

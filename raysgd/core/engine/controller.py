@@ -412,7 +412,7 @@ class ElasticController(Lifecycle):
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
 
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call, copy training state that only the workers have to the driver.
+        """Before a call, copy the training state to the driver, because only the workers have it.
 
         Wait until the copy arrives if survivors of a failure could not continue the call.
 

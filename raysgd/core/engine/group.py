@@ -110,8 +110,8 @@ class WorkerGroup:
             min_workers: Number of workers that must be ready before they are connected. Default: all.
 
         Returns:
-            What the replicas' `setup` returned, or the report of the step that failed. If the workers failed while they
-            connected or later, `renew` can continue with the survivors.
+            A report with what each replica's `setup` returned, or the report of the step that failed. If workers failed
+            while they connected or later, `renew` can continue with the survivors.
 
         Raises:
             ReservationTimeoutError: The resources were not granted in time.
@@ -556,7 +556,8 @@ class WorkerGroup:
             places: The new rank of each worker, survivors first. Default: 0, 1, 2 and so on in this order.
 
         Returns:
-            The replicas' facts, or the report of a failure, after which the group is unusable.
+            A report with what each replica's `regroup` returned, or the report of a failure, after which the group is
+            unusable.
         """
         self._give_places(survivors, joining, places)
         handover = handover.by_node(self.worlds)
@@ -587,7 +588,7 @@ class WorkerGroup:
             captures: True to copy the replicas' state after `setup`.
 
         Returns:
-            What `setup` returned, or the report of a failure, after which the group is unusable.
+            A report with what each `setup` returned, or the report of a failure, after which the group is unusable.
         """
         self._look_after(joining)
         self._give_places(survivors, joining)
@@ -678,7 +679,7 @@ class GroupHooks:
         return None
 
     def on_change(self, group: WorkerGroup) -> None:
-        """Called after the group's members or ranks have changed in place. Workers that stayed keep their state."""
+        """Called after the group's members or ranks have changed without a restart. Workers that stay keep their state."""
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
         """Called after a call has failed, before all workers restart."""

@@ -59,7 +59,8 @@ class Keeper:
 
     Attributes:
         num_calls: Number of state-changing calls that were started.
-        found: The newest call number found on the adopted workers. None if they had none or `number` has returned.
+        found: The newest call number found on the adopted workers. None if they have none, or once `number` has used
+            it.
     """
 
     def __init__(self, trainer: str, write: Callable[[bytes], object]) -> None:

@@ -236,7 +236,7 @@ class Monitor:
         return shown_together(alike)
 
     def _look_for_snapshot(self) -> None:
-        """Collect the newest mid-call snapshot that all ranks have, unless another snapshot is in transit."""
+        """Collect the newest snapshot that all ranks have taken during the call, unless another is in transit."""
         group = self._lifecycle.group
         if group is None or len(self.heartbeats) < len(group):
             return

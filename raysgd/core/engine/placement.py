@@ -591,7 +591,7 @@ class Slot:
 
 
 class Slots:
-    """A trainer's reservations, their free slots, and pending requests for more.
+    """A trainer's reservations, their free slots, and pending requests for more reservations.
 
     Args:
         reserve: Creates a reservation. Takes the number of workers, and True if the first worker is this process.

@@ -567,7 +567,7 @@ class RemoteWorker:
             self._call = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the line, which works only in this process."""
+        """Return the attributes without the line (a Unix socket to the worker), which works only in this process."""
         return {**vars(self), "_call": None}
 
     def kill(self) -> None:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Account:
-    """The time of one rank.
+    """What one rank's time was spent on.
 
     Attributes:
         since: When the rank first existed, on the driver's clock.

@@ -50,7 +50,7 @@ class GroupSpec:
     """The settings with which a trainer starts its worker groups.
 
     Attributes:
-        connection: Connects the workers.
+        connection: Connects each worker with the other workers of its group.
         make_replica: Builds a worker's replica. It is pickled and sent to the worker.
         resources: Resources of one worker.
         use_local: True if rank 0 runs in the driver process.
