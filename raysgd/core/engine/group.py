@@ -679,7 +679,7 @@ class GroupHooks:
         return None
 
     def on_change(self, group: WorkerGroup) -> None:
-        """Called after the group's members or ranks have changed without a restart. Workers that stay keep their state."""
+        """Called after the group's members or ranks changed without a restart. Workers that stay keep their state."""
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
         """Called after a call has failed, before all workers restart."""

@@ -354,8 +354,8 @@ class RetryBudget:
     def _is_free(self, progress: int) -> bool:
         """Return True if continuing is free.
 
-        A single step since the survivors last continued is not enough: code that fails at every second step also
-        completes one step between two failures.
+        A single step since the survivors last continued is not enough: code that fails at every step also completes one
+        step between two failures.
         """
         least = 1 if self._continued_at is None else self._continued_at + 2
         return progress >= least and not self._has_hung

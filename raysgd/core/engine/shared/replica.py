@@ -192,8 +192,8 @@ def last_hold(replica: Any) -> tuple[int, bool]:
 
 
 def leave_call(replica: Any, number: int) -> None:
-    """Stop calls that run on this standby worker for loan `number` or an earlier loan, between two batches.
+    """Make calls that run on this standby worker for loan `number` or an earlier loan stop between two batches.
 
-    A loan lets a standby worker run a separate call until the group needs the worker.
+    During a loan, a standby worker runs a separate call until the group needs the worker.
     """
     replica.leave_call(number)
