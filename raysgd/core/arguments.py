@@ -1,4 +1,7 @@
-"""Checks of trainers' arguments, which reject mistakes before anything starts. Also parses the examples' arguments."""
+"""Checks of trainers' arguments, which reject mistakes before anything starts.
+
+Also parses the command-line arguments of the example programs.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ logger = logging.getLogger(__name__)
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 MAX_WORKERS = 10_000
-"""More than any cluster has. A larger number is a mistake, such as a batch size passed as the number of workers."""
+"""Largest accepted number of workers. A larger number is a mistake, such as a batch size in the wrong argument."""
 
 MIN_HEARTBEAT_S = 0.1
-"""A live process may be silent for this long, for example during garbage collection."""
+"""Smallest accepted `heartbeat_s`. A live process may be silent for this long, for example in garbage collection."""
 
 _MAX_SECONDS = 10**9
-"""About 30 years. The clocks and timeouts of operating systems cannot represent much more."""
+"""Largest accepted duration, about 30 years. Clocks and timeouts of operating systems cannot represent much more."""
 
 _PART_OF_NODE = 0.001  # each node has one `accelerator_type:...` resource, which all its workers share
 
@@ -42,14 +45,14 @@ def is_integer(value: Any) -> bool:
 
 
 def check_count(name: str, value: Any, hint: str) -> int:
-    """Return a positive integer as a Python `int`. Raise an error for any other value."""
+    """Return a positive integer as a Python `int`. Raise an error, which ends with `hint`, for any other value."""
     if not is_integer(value) or value <= 0:
         raise InvalidCountError(f"`{name}={value!r}`: need an integer of at least 1. {hint}")
     return int(value)
 
 
 def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
-    """Return a number of workers as a Python `int`. Raise an error for any other value."""
+    """Return a number of workers, at least `least`, as a Python `int`. Raise an error for any other value."""
     if not is_integer(value) or not least <= value <= MAX_WORKERS:
         raise InvalidCountError(f"`{name}={value!r}`: need an integer from {least} to {MAX_WORKERS}. {hint}")
     return int(value)
@@ -61,7 +64,14 @@ def is_number(value: Any) -> bool:
 
 
 def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bool = True) -> float:
-    """Return a duration in seconds. Raise an error for any other value."""
+    """Return `value` if it is a valid duration in seconds, otherwise raise an error.
+
+    Args:
+        name: Name of the argument.
+        value: The argument's value.
+        least: Lower bound.
+        may_be_least: True to accept `least` itself.
+    """
     is_long_enough = is_number(value) and (value >= least if may_be_least else value > least)
     if not is_long_enough or value > _MAX_SECONDS:
         limit = f"{least:g} or more" if may_be_least else f"more than {least:g}"
@@ -70,7 +80,7 @@ def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bo
 
 
 def check_auto_seconds(name: str, value: Any, none_means: str) -> None:
-    """Raise an error unless the value is a duration, "auto" or None. `none_means` says what None means."""
+    """Raise an error unless the value is a duration, "auto" or None. The message says what None means."""
     if isinstance(value, str) and value != "auto":
         raise ValueError(
             f'`{name}={value!r}`: allowed are "auto", a number of seconds, and None for {none_means}.'
@@ -87,7 +97,7 @@ def check_seed(value: Any) -> None:
 
 
 def check_amount(name: str, value: Any) -> None:
-    """Raise an error unless the value is an amount of a resource."""
+    """Raise an error unless the value is a valid amount of a resource: a finite number, 0 or more."""
     if not is_number(value) or value < 0:
         raise ValueError(f"`{name}={value!r}`: need a number, 0 or more, and not infinite.")
 
@@ -120,7 +130,7 @@ _MADE_FROM = {
     "transformers.Trainer": "A subclass of `raysgd.operators.HuggingFaceOperator` returns its model and its data.",
     "torch.Module": "Create the model in the `setup` of one.",
 }
-"""How to get from another class to an operator, keyed by the other class's package and name."""
+"""Advice on how to use an object of another library in an operator, keyed by its class's package and name."""
 
 _MEANT = {
     **dict.fromkeys(("training_step", "train_step"), "train_batch"),
@@ -135,9 +145,9 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
     """Raise an error unless the value is an operator class that workers can instantiate. Warn about misspelled methods.
 
     Args:
-        operator_cls: The argument.
-        base: The required base class.
-        shown: The base class's name for users.
+        operator_cls: Value of the user's argument `training_operator_cls`.
+        base: Class that the operator class must subclass.
+        shown: Name of the base class in error messages.
 
     Raises:
         TypeError: The value is not an operator class, or its `__init__` does not accept the arguments that workers
@@ -168,7 +178,7 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
             near = [_MEANT[method]] if method in _MEANT else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
             loops = {"train_batch": "train_epoch", "validate_batch": "validate"}
             if not near or own & {near[0], loops.get(near[0], "")}:
-                continue  # one of the user's methods may call it
+                continue  # the user's own loop or batch method may call it
             advice = f"did you mean `{near[0]}`?"
         logger.warning("the library never calls `%s.%s`: %s", name, method, advice)
 
@@ -183,7 +193,7 @@ def _own_methods(operator_cls: type[Any], base: type[Any]) -> list[str]:
 def check_config(config: Any) -> dict[str, Any]:
     """Return a copy of a config, of the same class, or an empty dict for None.
 
-    Raise an error for anything but a dict.
+    Raise an error if the config is not a dict.
     """
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` or the creator functions get.")
@@ -231,16 +241,16 @@ def takes(function: Callable[..., Any], *arguments: Any) -> bool:
 
 
 _NO_FUNCTIONS = ("torch.Module", "keras.Layer", "tf_keras.Layer")
-"""Classes whose instances are callable but are not functions that create objects, by package and name."""
+"""Package and name of classes whose instances are callable, but not creator functions."""
 
 
 def check_creator(name: str, creator: Any, *parameters: str) -> None:
-    """Raise an error for an object in place of a function that creates the object in each worker.
+    """Raise an error if the user passed an object instead of a function that creates the object in each worker.
 
     Args:
         name: Name of the argument.
         creator: The argument's value.
-        parameters: The parameters that workers pass to the function.
+        parameters: Names of the arguments that workers pass to the function.
 
     Raises:
         ValueError: `creator` is not a function with these parameters.
@@ -275,22 +285,22 @@ def check_num_steps(num_steps: Any) -> int | None:
 
 
 def check_info(info: Any) -> dict[str, Any]:
-    """Return a copy of a dict, or an empty dict for None. Raise an error for any other value."""
+    """Return a copy of the `info` dict of a call, or an empty dict for None. Raise an error for any other value."""
     if info is not None and not isinstance(info, Mapping):
         raise TypeError(f"`info={info!r}`: need a dict; the operator gets its entries with each batch.")
     return dict(info or {})
 
 
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
-    """Raise an error for the first unknown keyword.
+    """Raise an error for the first of the unknown keywords, if any.
 
     The message says where the keyword belongs or what was probably meant.
 
     Args:
         trainer: Name of the class that was called.
-        unknown: The unknown keywords.
+        unknown: Keywords in the user's call that the class does not accept.
         known: Keywords that the class accepts.
-        **objects: Keywords of the class that take an options object, with the class of that object.
+        **objects: For each keyword of the class that takes an options object, the class of that object.
     """
     place = trainer if "training_operator_cls" in known else FUNCTION
     for name in unknown:
@@ -304,12 +314,12 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
 
 
 def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callable[[MethodT], MethodT]:
-    """Make a method answer unknown arguments with the line to write, which helps more than Python's error message.
+    """Decorate a method so that its error for unknown arguments tells the user the line of code to write.
 
     Args:
-        line: The line to write, as the end of a sentence.
-        unnamed: Logged once if the first argument is passed by position. `%(given)s` stands for its value.
-        shown: The method's name for users, if it differs.
+        line: The line of code, as the end of a sentence.
+        unnamed: Warning to log once if the first argument is passed by position. `%(given)s` stands for its value.
+        shown: Name of the method in error messages. Default: its actual name.
     """
 
     def decorate(method: MethodT) -> MethodT:
@@ -347,7 +357,7 @@ def _line_for(owner: Any, unknown: Sequence[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion to append to a sentence, or an empty string if no known name is close.
+    """Return a suggestion to append to an error message, or an empty string if no known name is similar.
 
     >>> did_you_mean("val_los", ["val_loss", "epoch"])
     ' Did you mean `val_loss`?'
@@ -367,7 +377,7 @@ def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
 
     Args:
         obstacle: Why the epoch cannot be resumed in the middle. None if it can.
-        **options: The options. None for options that were not set.
+        **options: The options that may have no effect. None for options that the user did not set.
     """
     given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
     if obstacle is not None and given:

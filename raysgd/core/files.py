@@ -1,4 +1,4 @@
-"""Atomic writes of local files, and checks that paths are on a disk.
+"""Atomic writes of local files, and checks that paths are local.
 
 A write goes to a temporary file next to the target, which is renamed to the target once it is completely on disk. If a
 process is killed in the middle, the earlier file stays intact and a file `.raysgd-*.tmp` is left over. The next write
@@ -71,7 +71,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
 
 @functools.cache
 def _home_of_processes() -> str:
-    """Return an id of this machine and container, within which process ids are unique. Return "" if unknown."""
+    """Return an ID of this machine and container, within which process IDs are unique. Return "" if unknown."""
     try:
         boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
     except OSError:  # not Linux
@@ -94,7 +94,7 @@ def _is_of_dead_process(name: str) -> bool:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Delete temporary files of killed writers in a folder, as far as they can be recognized and deleted."""
+    """Delete temporary files that killed processes left in a folder. Skip files that may still be in use."""
     old = time.time() - _LEFTOVER_S
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -159,7 +159,7 @@ def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
     Args:
         name: Name of the argument.
         path: The argument's value.
-        instead: What to do instead of passing a URI, for the error.
+        instead: Advice for a user who passed a URI, for the error.
 
     Raises:
         TypeError: `path` is neither a string nor a path.
@@ -169,7 +169,7 @@ def check_path(name: str, path: Any, instead: str = _INSTEAD) -> None:
 
 
 def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
-    """Raise an error for a URI. Nothing else is checked.
+    """Raise an error if a path is a URI. Nothing else is checked.
 
     Raises:
         ValueError: `path` is a URI.
@@ -186,7 +186,7 @@ def check_local(name: str, path: Any, instead: str = _INSTEAD) -> None:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise an error for a device, a pipe or a socket, because reading it may never end. The file may be missing.
+    """Raise an error for a device, a pipe or a socket, because reading it may never end. A missing file is accepted.
 
     Raises:
         OSError: `path` is a device, a pipe or a socket.

@@ -50,9 +50,9 @@ def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
 
 
 def require_installed(module: str, extra: str, purpose: str) -> None:
-    """Raise an error that says how to install an optional dependency if it is missing.
+    """If an optional dependency is missing, raise an error that says how to install it.
 
-    Do not import it, which may take seconds.
+    The dependency is not imported, because that may take seconds.
 
     >>> require_installed("json", extra="data", purpose="this example")
 
@@ -64,9 +64,9 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
 
 
 def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
-    """Return the name of the missing package: the module's, or one that it needs.
+    """Return the name of the package whose absence caused an import error, or None if the import failed otherwise.
 
-    None if the import failed otherwise.
+    The package may be the one that has `module`, or another package that it needs.
     """
     while error is not None:
         name = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -81,7 +81,7 @@ def _package_of(module: str) -> str:
 
 
 def install_command(extra: str, *options: str, package: str = "") -> str:
-    """Return the command that installs the packages of an extra, or only one package of the extra.
+    """Return the pip command that installs the packages of one of raysgd's extras, or only `package`.
 
     The command names the packages, so it works no matter how raysgd was installed. If raysgd is not installed, the
     command names the source folder.
@@ -92,7 +92,10 @@ def install_command(extra: str, *options: str, package: str = "") -> str:
 
 
 def _named(package: str, extra: str) -> list[str]:
-    """Return an extra's requirement for a package, declared directly or through another package's extra."""
+    """Return the requirement that one of raysgd's extras declares for a package, in a list. Empty if it declares none.
+
+    The extra may declare it directly or through another package's extra.
+    """
     own = _requirements("raysgd", extra)
     extras = [re.match(r"([\w-]+)\[(\w+)\]", each) for each in own]
     all_of_it = [*own, *(each for other in extras if other for each in _requirements(other[1], other[2]))]
@@ -168,8 +171,9 @@ def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | 
 def pickle_modules_by_name() -> None:
     """Let pickle store modules of special classes by name, like ordinary modules.
 
-    A script's function or class is pickled with all modules that it may use. If it uses `torch.distributed` and also
-    has `self.config`, cloudpickle assumes that it uses the module `torch.distributed.config`.
+    Cloudpickle pickles a script's function or class with all modules that it may use. If it uses `torch.distributed`
+    and also has `self.config`, cloudpickle assumes that it uses the module `torch.distributed.config`. That module's
+    class is a subclass of `ModuleType`, whose instances pickle rejects.
     """
     own = {type(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)} - {ModuleType}
     for kind in own - copyreg.dispatch_table.keys():

@@ -1,10 +1,10 @@
-"""The private names of other projects that raysgd uses, in one table, and two functions to look up a name.
+"""A table of the private names of other projects that raysgd uses, and two functions to look up such a name.
 
 A new version of a project may remove any of these names. So each name has a public alternative, a simpler fallback, or
-an error that names the version to install. `find_name` returns None if a name is gone; `require_names` raises an error.
-Documented names are not listed, even if they look private, such as `sys._current_frames`, `os._exit`, and `_fields` of
-a named tuple. `raysgd doctor` lists the names that the installed versions lack. `tests/core/test_private_names.py`
-checks that the table is complete, and removes each name in turn to test what happens.
+an error that names the version to install. `find_name` returns None if a name no longer exists; `require_names` raises
+an error. Documented names are not listed, even if they look private, such as `sys._current_frames`, `os._exit`, and
+`_fields` of a named tuple. `raysgd doctor` lists the names that the installed versions lack.
+`tests/core/test_private_names.py` checks that the table is complete, and tests what happens without each name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class PrivateNames:
 
     Attributes:
         owner: The module or `module:object` that has the names.
-        names: The names.
+        names: The private names.
         used_in: Modules of `raysgd` that use the names.
-        without: What happens if a name is gone.
+        without: What raysgd does if the installed version no longer has a name.
     """
 
     owner: str
@@ -53,7 +53,7 @@ TESTED = {
     "torchmetrics": "1.9.0",
     "transformers": "5.23.0",
 }
-"""The versions used in tests, as in `constraints-dev.txt`."""
+"""The versions with which raysgd is tested, as in `constraints-dev.txt`."""
 
 _RAISES = "an error names the version"
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
@@ -339,13 +339,13 @@ TABLE = (
 
 
 def find_name(path: str) -> Any:
-    """Import and return an object, or None if it does not exist.
+    """Import a module and return an object in it, or None if the module or the object does not exist.
 
     >>> find_name("os:path.sep"), find_name("os:path._gone.deeper"), find_name("gone:name")
     ('/', None, None)
 
     Args:
-        path: `module:name`.
+        path: The object as `module:name`, where the name may have several parts.
     """
     module, _, names = path.partition(":")
     try:
@@ -380,7 +380,7 @@ def require_names(owner: Any, *names: str) -> None:
 
 
 def missing_names(row: PrivateNames) -> list[str]:
-    """Return the names that the installed package lacks, or an empty list if the package is not installed.
+    """Return the names of a table row that the installed package lacks. Empty if the package is not installed.
 
     This imports nothing. It searches the source code of modules that are not loaded.
     """

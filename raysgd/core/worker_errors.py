@@ -1,6 +1,6 @@
-"""Creates the exception that callers get from worker faults.
+"""Creates the exceptions that the driver raises for errors in workers.
 
-It is also an instance of the class that user code raised.
+Such an exception is also an instance of the class of the error that user code raised.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, 
 
 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
-    """Return the exception for `faults`: a `WorkerError` that is also an instance of the first fault's class.
+    """Return the exception for errors in workers: a `WorkerError` that is also an instance of the first error's class.
 
     It replaces the original exception. It keeps the original's cause, and its live frames if the worker is this
     process.
+
+    Args:
+        faults: The errors of one call, by rank.
+        aftermath: Sentences for the end of the message, about what happens to the trainer's workers.
     """
     original = faults[0].error
     error = _as_both(original) if original is not None else _DescribedError(faults[0].message)
@@ -63,9 +67,9 @@ def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> Worker
 
 
 def _as_both(original: BaseException) -> WorkerError:
-    """Return an exception of both classes with the original's arguments and attributes.
+    """Return a `WorkerError` that also has the original's class, arguments and attributes.
 
-    If that fails, return a `WorkerError`.
+    If such an exception cannot be created, return a plain `WorkerError`.
     """
     error = _joined(_DescribedError, original)
     assert isinstance(error, WorkerError)
@@ -98,8 +102,8 @@ def training_failed_error(
 
     Args:
         failure: The exception that ended the run. If it is a `WorkerError`, the user's exception becomes the cause.
-        advice: How to continue.
-        also: Another exception class that programs may catch it as.
+        advice: How to continue the run, for the end of the message.
+        also: Another base class for the exception, so that programs can catch it as this class.
     """
     original = failure.faults[0].error if isinstance(failure, WorkerError) and failure.faults else None
     cause = failure if original is None else original
@@ -111,7 +115,12 @@ def training_failed_error(
 
 
 def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
-    """Describe the faults of one call: each distinct fault once with its ranks, the user's line first."""
+    """Return a message about the errors of one call: each distinct error once, with the user's line and its ranks.
+
+    Args:
+        faults: The errors, by rank.
+        aftermath: Sentences for the end of the message.
+    """
     groups: dict[tuple[str, str, str], list[WorkerFault]] = {}
     for fault in faults:
         groups.setdefault((fault.type_name, fault.message, fault.location), []).append(fault)

@@ -1,8 +1,8 @@
-"""Trainers that outlive the program that created them. Each runs in a detached actor.
+"""Detached trainers, which outlive the program that created them. Each runs in a detached Ray actor.
 
-This package guarantees that a call that has started continues without the program, runs once, and that its answer is
+This package guarantees that a call that has started runs exactly once, even if the program ends, and that its answer is
 stored until a program has received it. A detached trainer that no program needs anymore ends and frees its resources.
 
-Inside the actor runs an ordinary trainer, so the engine handles worker failures. Ray decides who may attach. The design
-is described in ADR 122.
+Inside the actor runs an ordinary trainer, so the engine handles worker failures. Any program that is connected to the
+same Ray cluster may attach. ADR 122 describes the design.
 """

@@ -1,6 +1,7 @@
-"""The calls of a detached trainer. They run one at a time and only once. Each answer is stored until a program has it.
+"""Stores the calls that programs make to a detached trainer, and their answers.
 
-A journal stores what the trainer's next process needs to continue, in an append-only file.
+Calls run one at a time and only once. Each answer is stored until a program has received it. If the trainer's process
+dies, Ray starts another. A journal, an append-only file, stores what that process needs to continue.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from raysgd.core.files import replacing
 from raysgd.detached.protocol import packed_answer
 
 OF_ITERATORS = ("draw", "close")
-_MOST_LEFT = 16  # unclaimed answers of ended programs; one per program, so only a long series of crashes reaches this
+_MOST_LEFT = 16  # most unclaimed answers of ended programs; usually one per program that has crashed
 
 
 @dataclass
 class LoggedCall:
-    """A call made by a program.
+    """A call that a program made to a detached trainer.
 
     Attributes:
-        token: The call's id, unique across all programs.
-        method: The trainer's method.
-        program: Id of the program that waits for the answer. None if that program has ended and another may claim the
+        token: The call's ID, unique across all programs.
+        method: Name of the trainer's method.
+        program: ID of the program that waits for the answer. None if that program has ended and another may claim the
             call; empty if no other program may claim it.
         words: Description of the program that made the call.
-        answer: The pickled outcome.
+        answer: Receives the pickled outcome, a `CallOutcome`.
         began_at: Start time of the call, in seconds as in `time.time`. None while the call is queued.
-        asked: The request, stored for the trainer's next process.
+        asked: The `CallRequest`, stored for the trainer's next process.
         was_left: True if the program that made the call has ended.
     """
 
@@ -59,7 +60,7 @@ class CallLog:
     """Runs calls one after another in a separate thread and stores their answers. Thread-safe.
 
     Args:
-        note: Called with each call and its answer, before any program can get the answer.
+        note: Called with each call and its answer, before any program can get the answer. Stores them in the journal.
     """
 
     def __init__(self, note: Callable[[LoggedCall, bytes], None] = lambda call, answer: None) -> None:
@@ -101,12 +102,12 @@ class CallLog:
         call.answer.set_result(answer)
 
     def _end_interrupts(self) -> None:
-        """Stop raising Ctrl-C in the call. An interrupt that was sent earlier is raised before this returns."""
+        """Stop accepting interrupts for the running call. An interrupt sent earlier is raised before this returns."""
         with self._lock:
             self._interruptible = None
 
     def interrupt(self, token: str) -> None:
-        """Raise `KeyboardInterrupt` in a call, now or when it starts. The call may not have arrived yet."""
+        """Raise `KeyboardInterrupt` in a call, now or when it starts, even if the call has not arrived yet."""
         with self._lock:
             self._interrupted.add(token)
             if self._interruptible is not None and self._interruptible[0] == token:
@@ -118,17 +119,17 @@ class CallLog:
         return token in self._interrupted
 
     def find(self, token: str) -> LoggedCall | None:
-        """Return a call whose answer is still stored, or None."""
+        """Return the call with this ID, or None if it is unknown or was confirmed."""
         return self._calls.get(token)
 
     def confirm(self, token: str) -> None:
-        """Discard a call whose answer has been received."""
+        """Discard a call whose answer a program has received."""
         with self._lock:
             self._calls.pop(token, None)
             self._interrupted.discard(token)
 
     def running(self) -> LoggedCall | None:
-        """Return the first call without an answer."""
+        """Return the first call without an answer, which is running or next in the queue. None if there is none."""
         with self._lock:
             return next((call for call in self._calls.values() if not call.answer.done()), None)
 
@@ -139,7 +140,7 @@ class CallLog:
             for call in calls:
                 call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
         for call in calls:
-            if call.program == "":  # an iterator can't outlive its program
+            if call.program == "":  # a call of an iterator, which only its program can use: nobody claims the answer
                 call.answer.add_done_callback(partial(self._forget, call.token))
         self._drop_oldest()
 
@@ -153,12 +154,12 @@ class CallLog:
                 del self._calls[token]
 
     def programs(self) -> set[str]:
-        """Return the ids of the programs that wait for answers."""
+        """Return the IDs of the programs that wait for answers."""
         with self._lock:
             return {call.program for call in self._calls.values() if call.program}
 
     def has_others(self, program: str) -> bool:
-        """Return True if other programs have calls."""
+        """Return True if any program other than `program` waits for an answer."""
         with self._lock:
             return any(call.program not in (None, program) for call in self._calls.values())
 
@@ -178,17 +179,17 @@ class CallLog:
             time.sleep(0.01)
 
 
-_MOST_WASTE = 64 * 2**20  # in bytes; above this limit, the file is rewritten without outdated entries
+_MOST_WASTE = 64 * 2**20  # after this many bytes, the journal is rewritten without outdated entries
 
 
 def journal_path(name: str, actor_id: str) -> Path:
-    """Return the path of a trainer's journal. It is in the user's cache folder, which other users cannot write to."""
+    """Return the path of a trainer's journal. It is in the user's cache folder, where other users cannot write."""
     cache = os.environ.get("RAYSGD_CACHE") or f"{os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/raysgd"
     return Path(cache) / "detached" / f"{name}-{actor_id}"
 
 
 class Journal:
-    """Stores bytes by name for the trainer's next process. Thread-safe."""
+    """An append-only file that stores named entries for the detached trainer's next process. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Name, start, find, list and stop the detached trainers of a Ray cluster."""
+"""Start, attach to, list and stop the detached trainers of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raysgd.detached.protocol import Detached, packed_arguments, unpacked_answer
 from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
-_RESTARTS = 100  # a limit, for a process that dies on every start
+_RESTARTS = 100  # most restarts by Ray, in case the process dies on every start
 _NO_RAY = (
     "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
     "in a shell, and this program again, which finds it. `ray stop` ends it."
@@ -34,7 +34,7 @@ class DetachedStatus:
     """The status of a detached trainer.
 
     Attributes:
-        name: The name to attach by.
+        name: The name that `attach` takes.
         trainer: One-line description of the trainer; "not answering" if its process does not answer.
         running: Description of the running call; None if no call is running.
         programs: Descriptions of the attached programs.
@@ -66,11 +66,11 @@ def start(
     *,
     is_lasting: bool = False,
 ) -> DetachedTrainer:
-    """Start a process with a trainer in it, and return the trainer's handle.
+    """Start an actor process, create a trainer in it, and return the trainer's handle.
 
     Args:
         trainer_cls: The class of the trainer.
-        detached: The user's `detached` argument.
+        detached: The user's `detached` argument: a name or settings.
         args: Positional arguments of the trainer.
         kwargs: Keyword arguments of the trainer.
         is_lasting: True if the workers outlive the trainer's process. Ray then restarts the process if it dies.
@@ -100,7 +100,7 @@ def start(
 
 
 def _make_room(settings: Detached) -> None:
-    """Check that the name is free. With `replace=True`, end the trainer that has the name."""
+    """Check that no trainer has the name. With `replace=True`, end a trainer that has it."""
     if not settings.replace:
         _check_free(settings.name)
     elif (found := find(settings.name)) is not None:
@@ -138,7 +138,7 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
 
 
 def attach(name: str) -> DetachedTrainer:
-    """Return a handle on a detached trainer. Any program connected to the cluster can call this.
+    """Return a handle to a detached trainer. Any program that can connect to the cluster can call this.
 
     Args:
         name: The trainer's name.
@@ -211,7 +211,7 @@ def stop(name: str, *, force: bool = False) -> str:
 
 
 def _saved(actor: Any) -> str:
-    """Ask a trainer to save itself, and wait as long as it answers. Return a phrase that says whether it was saved."""
+    """Request that a trainer saves itself, and wait unless it stops answering. Return a phrase about the outcome."""
     import ray
 
     asked = actor.save_left.remote()

@@ -1,4 +1,4 @@
-"""The handle on a detached trainer. It has the trainer's methods and attributes, and forwards calls to its process."""
+"""The handle to a detached trainer. It has the trainer's methods and attributes, and forwards calls to its process."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from raysgd.detached.protocol import (
 )
 from raysgd.exceptions import TrainerLostError, TrainerShutdownError
 
-ANSWER_S = 20.0  # if a detached trainer answers no request for this long, it counts as not answering
-_BRIEF_S = 0.2  # output is fetched only for calls that take longer than this
+ANSWER_S = 20.0  # a detached trainer counts as not answering if it answers no request for this long
+_BRIEF_S = 0.2  # the trainer's output is fetched during a call only if the call takes longer than this
 _DETACH_S = 1.0
 _DATA = ("dataset", "validation_dataset")
 _NUM_KNOWN_DATA = 4
@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 
 class DetachedTrainer:
-    """A handle with the methods of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
+    """A handle to a trainer that runs in a separate process and outlives this program.
 
-    The trainer runs in a separate process.
+    It has the methods of that trainer: of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
 
     Calls from all programs run one at a time. While you wait for a call, your program prints the trainer's output.
     Ctrl-C ends the call, as it does for a trainer in your program. The trainer continues if a program ends without
@@ -63,7 +63,7 @@ class DetachedTrainer:
 
     Args:
         name: The trainer's name.
-        actor: Ray's handle on the trainer's actor.
+        actor: Ray's handle to the trainer's actor.
     """
 
     def __init__(self, name: str, actor: Any) -> None:
@@ -75,14 +75,15 @@ class DetachedTrainer:
         self._help: dict[str, str] = {}
         self._sent: deque[SentData] = deque(maxlen=_NUM_KNOWN_DATA)
         self._is_ended = False
-        self._presence = actor.stay.remote(self._program)  # does not return while this program lives
+        self._presence = actor.stay.remote(self._program)  # this request stays open as long as the program runs
         self._ask("attach", self._program, self._words, [self._presence])
         self._finalizer = end_with(self, _detach, actor, self._program, self._session)
 
     def pending(self) -> DetachedCall | None:
-        """Return a call of a program that has ended, or None if there is no such call. The call may still be running.
+        """Return a call that was made by a program that has since ended, or None if there is no such call.
 
-        Each call is returned once. Its answer stays in the trainer's process until you call `result`.
+        The call may still be running. Each call is returned once. Its answer stays in the trainer's process until you
+        call `result`.
         """
         found = self._ask("pending", self._program, self._given)
         if found is None:
@@ -192,7 +193,7 @@ class DetachedTrainer:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
         kwargs = {**kwargs, **given}
-        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # there it blocks, when its turn comes
+        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # in the trainer's process, the call itself blocks
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             try:
                 self._ask("begin", asked)  # wait here, because Ray does not preserve the order of repeated requests
@@ -204,7 +205,7 @@ class DetachedTrainer:
         return self._drawn(value.token) if isinstance(value, RemoteIterator) else value
 
     def _as_sent(self, argument: str, data: Any) -> SentData:
-        """Return the data of a call with an id, so that the trainer recognizes the same object in a later call."""
+        """Wrap the data of a call with an ID, so that the trainer recognizes the same object in a later call."""
         known = next((each for each in self._sent if each.data is data), None)
         if known is None:
             known = SentData(argument, data)
@@ -223,7 +224,7 @@ class DetachedTrainer:
         self._check_session()
         try:
             reply = self._wait(token, call, timeout_s)
-        except KeyboardInterrupt:  # the call raises it, in the current process of the trainer or the next
+        except KeyboardInterrupt:  # forwarded: the call raises it in the trainer's process, and its answer contains it
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
         del call  # otherwise Ray would repeat the request to restore a lost reply after the call was discarded
@@ -263,7 +264,11 @@ class DetachedTrainer:
         )
 
     def _show(self, news: tuple[int, list[Piece], str | None, bool]) -> str | None:
-        """Print new output. Return a description of another program's call that this call waits for, or None."""
+        """Print the new output in `news`, a result of `TrainerProcess.news`.
+
+        Returns:
+            A description of another program's call that this call waits for, or None.
+        """
         self._seen, pieces, other, _ = news
         show(pieces)
         return other
@@ -283,10 +288,10 @@ class DetachedTrainer:
     def _get(self, asked: Any, timeout_s: float | None = None) -> Any:
         """Return the trainer's answer to a request.
 
-        If its process dies, Ray starts the next process and repeats the request.
+        If the trainer's process dies, Ray may start another process and repeat the request.
 
         Raises:
-            TrainerLostError: The process has died and will not be restarted.
+            TrainerLostError: The trainer's process has died and will not be restarted.
             TrainerShutdownError: This program has ended the trainer.
             GetTimeoutError: The answer did not arrive in time.
         """
@@ -344,10 +349,10 @@ class DetachedTrainer:
 
 @hide_library_frames
 class DetachedCall(CallHandle[Any]):
-    """A call that runs in the background, or that was made by a program that has ended.
+    """A call to a detached trainer that runs in the background, or that was made by a program that has ended.
 
     Attributes:
-        method: The trainer's method, such as "train".
+        method: Name of the trainer's method, such as "train".
     """
 
     def __init__(self, trainer: DetachedTrainer, token: str, method: str) -> None:
@@ -372,7 +377,7 @@ class DetachedCall(CallHandle[Any]):
 
         Raises:
             TimeoutError: The call has not finished. It continues.
-            Exception: The call raised it.
+            Exception: The error that the call raised.
         """
         if self._answer is None:
             trainer = self._trainer
@@ -381,21 +386,21 @@ class DetachedCall(CallHandle[Any]):
 
 
 def _attached(name: str) -> DetachedTrainer:
-    """Return the handle on a trainer, for unpickling."""
+    """Return the handle to a trainer. A pickled handle calls this when it is unpickled."""
     import ray
 
     return DetachedTrainer(name, ray.get_actor(actor_name(name), NAMESPACE))
 
 
 def _this_program() -> str:
-    """Return this program's user, host and process id, to describe it to other programs."""
+    """Return this program's user, host and process ID, to describe it to other programs."""
     with suppress(Exception):  # the user may have no name
         return f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _detach(actor: Any, program: str, made_in: Any) -> None:
-    """Notify the trainer that a handle is gone, even at program exit, after all earlier messages."""
+    """Notify the trainer that this program no longer needs it. Runs when a handle is garbage collected or at exit."""
     import ray
 
     if session() == made_in:
@@ -411,7 +416,7 @@ def kill(name: str, actor: Any, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while find(name) is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    end_workers(name)  # in case the trainer has not ended its workers; the guard frees their resources
+    end_workers(name)  # in case the trainer has not ended its workers; a guard actor frees their resources
     if hasattr(actor, "_actor_id"):
         journal_path(name, actor._actor_id.hex()).unlink(missing_ok=True)
 

@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
-_MOST_DEATHS = 3  # deaths of the trainer's process at the same point of a call
-_START_S = 60.0  # the program that starts a trainer must attach within this time, or it counts as gone
+_MOST_DEATHS = 3  # after so many deaths of the process at the same point of a call, the call fails
+_START_S = 60.0  # the process ends if no program is attached for this long before the trainer is created
 _END_S = 5.0
 _CALL = "call:"  # prefix of calls in the journal
-_PROGRAM = "program:"  # prefix of attached programs
-_TAKEN = "taken:"  # prefix of calls that `pending` has assigned to another program
+_PROGRAM = "program:"  # prefix of attached programs in the journal
+_TAKEN = "taken:"  # prefix in the journal of calls that `pending` has assigned to another program
 _FATAL = (
     "{} times at the same place, so it is not taken up again: look for a callback that ends the process or takes too "
     "much memory. The trainer can be used"
@@ -47,13 +47,13 @@ class CallRequest:
     """A call as sent to the trainer's process.
 
     Attributes:
-        token: The call's id.
+        token: The call's ID.
         kind: "start" creates the trainer, "call" calls a trainer's method, "draw" gets an iterator's next value,
             "close" closes an iterator.
-        name: The trainer's method, or the token of the call that returned the iterator.
-        arguments: The pickled arguments.
-        program: Id of the calling program.
-        words: Description of that program.
+        name: Name of the trainer's method or class, or the token of the call that returned the iterator.
+        arguments: The call's arguments, pickled.
+        program: ID of the calling program.
+        words: Description of the calling program for users.
         folder: The calling program's working directory. Relative paths start there.
     """
 
@@ -67,14 +67,15 @@ class CallRequest:
 
 
 class TrainerProcess:
-    """Holds a trainer and the log of its calls.
+    """The actor class of a detached trainer: holds the trainer and the log of its calls.
 
     All calls run in one thread, and other requests in other threads. The actor's event loop only waits.
 
     Args:
-        settings: The user's settings.
-        log_level: The program's log level.
-        is_lasting: True if the trainer's workers outlive this process, so that the next process continues with them.
+        settings: The user's settings for the detached trainer.
+        log_level: Log level of the program that started the trainer.
+        is_lasting: True if the trainer's workers outlive this process. If the process dies, the process that Ray starts
+            next continues with them.
     """
 
     def __init__(self, settings: Detached, log_level: int, is_lasting: bool) -> None:
@@ -106,10 +107,10 @@ class TrainerProcess:
     # ------------------------------------------------------------------------------------------------ attached programs
 
     async def stay(self, program: str) -> None:
-        """Wait as long as a program is attached. Ray drops the request when the program ends.
+        """Wait as long as a program is attached. Ray cancels the request when the program ends.
 
-        If this process dies, Ray resends the request to the next process, so the request stays open while the program
-        lives.
+        If this process dies, Ray resends the request to the next process, so the request stays open as long as the
+        program runs.
         """
         await self._leaving.setdefault(program, asyncio.Event()).wait()
 
@@ -144,7 +145,7 @@ class TrainerProcess:
         self._leaving.setdefault(program, asyncio.Event()).set()
 
     async def describe(self) -> dict[str, Any]:
-        """Return facts about this trainer as plain values, which programs with other versions of raysgd can read."""
+        """Return the trainer's status as a dict of plain values, which programs with other raysgd versions can read."""
         running = self._log.running()
         return {
             "name": self._settings.name,
@@ -159,7 +160,7 @@ class TrainerProcess:
     def _ends_in_s(self) -> float | None:
         """Return the seconds until the trainer ends unless a program attaches.
 
-        Return None if it is in use or waits forever.
+        Return None if the trainer is in use or waits forever.
         """
         keep_alive_s = self._settings.keep_alive_s if self._trainer is not None else _START_S
         if keep_alive_s is None or self._is_needed():
@@ -181,7 +182,7 @@ class TrainerProcess:
 
         try:
             self._save_left("the detached trainer was not needed any more")
-        except Exception:  # no program is attached to get the error, and resources must still be freed
+        except Exception:  # no program is attached that could get the error, and resources must still be freed
             logger.exception("the detached trainer `%s` could not be saved", self._settings.name)
         try:
             self._end_trainer()
@@ -193,7 +194,7 @@ class TrainerProcess:
     def _save_left(self, reason: str) -> str | None:
         """Save the trainer in its folder and return the file's path.
 
-        Return None if it has no folder or does not save.
+        Return None if it has no folder or is a type of trainer that cannot be saved this way.
         """
         place: str | None = getattr(self._trainer, "_left_file", None)
         if place is not None:
@@ -204,8 +205,8 @@ class TrainerProcess:
         """Save the trainer, if it has a folder and no call is running. The caller ends the trainer afterwards.
 
         Returns:
-            A pickled pair: the file's path or None, and a description of the running call that prevented saving or
-            None.
+            A pickled pair: the path of the saved file, and a description of the running call that prevented saving.
+            Either is None if it does not apply.
         """
         return await asyncio.to_thread(packed_answer, self._save_unless_busy)
 
@@ -218,7 +219,7 @@ class TrainerProcess:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     async def run(self, asked: CallRequest) -> tuple[bytes, int] | None:
-        """Run a call when its turn comes, and return the result of `answer`."""
+        """Queue a call, wait for it, and return the same value as `answer`."""
         await self.begin(asked)
         return await self.answer(asked.token)
 
@@ -230,9 +231,9 @@ class TrainerProcess:
             self._log.enqueue(_logged(asked), partial(self._do, asked))
 
     def _write(self, entries: Callable[[], Mapping[str, bytes | None]]) -> None:
-        """Store entries that the trainer's next process needs.
+        """Store entries in the journal for the trainer's next process. `entries` returns them.
 
-        If storing fails, training continues, but no process can take over from this process.
+        If storing fails, training continues, but no process can take over if this process dies.
         """
         if not self._is_lasting:
             return
@@ -247,7 +248,7 @@ class TrainerProcess:
             logger.warning(words, self._settings.name, error)
 
     def _note_answer(self, call: LoggedCall, answer: bytes) -> None:
-        """Store a call's answer, together with the changes that the call made to the trainer in this process."""
+        """Store a call's answer in the journal, with the changes that the call made to the trainer in this process."""
         if self._kept_trainer is not None and call.token == self._taken_up:
             self._kept_trainer.leave_call(is_interrupted=self._log.is_interrupted(call.token))
         asked: CallRequest | None = call.asked
@@ -269,7 +270,11 @@ class TrainerProcess:
         self._write(lambda: {"fit": pickle.dumps(progress), **kept.changes()})
 
     def _take_up(self, kept: dict[str, bytes]) -> None:
-        """Continue where the previous process died, with the same trainer, workers and calls."""
+        """Continue where the previous process died, with the same workers and calls.
+
+        Args:
+            kept: The entries of the journal.
+        """
         if "start" not in kept:  # the trainer had not been created, or the journal is on another node
             outliving.end_workers(self._settings.name)
             self._settings = replace(self._settings, keep_alive_s=None)
@@ -302,7 +307,12 @@ class TrainerProcess:
             self._note_program(program, *pickle.loads(kept[name]))
 
     def _num_deaths(self, running: CallRequest, kept: dict[str, bytes]) -> int:
-        """Return how many times the process has died in this call since the last completed epoch of its `fit`."""
+        """Count one more death of the process in a call. Return the deaths since the last completed epoch of `fit`.
+
+        Args:
+            running: The call during which the previous process died.
+            kept: The entries of the journal.
+        """
         place = running.token, zlib.crc32(kept.get("fit", b""))
         former, number = pickle.loads(kept["deaths"]) if "deaths" in kept else (None, 0)
         number = number + 1 if place == former else 1
@@ -329,7 +339,10 @@ class TrainerProcess:
         raise TrainerLostError(f"The trainer's process has died in `{method}`, {why}.")
 
     async def answer(self, token: str) -> tuple[bytes, int] | None:
-        """Return a call's answer and the number of pieces of output, or None if another program has the answer."""
+        """Wait for a call. Return its answer and the number of pieces of output so far.
+
+        Return None if another program has received the answer.
+        """
         call = self._log.find(token)
         if call is None:
             return None
@@ -337,22 +350,21 @@ class TrainerProcess:
         return answer, self._output.num_pieces()
 
     async def confirm(self, token: str) -> None:
-        """Discard a call whose answer has been received."""
+        """Discard a call whose answer a program has received."""
         self._log.confirm(token)
         self._write(lambda: {_entry(token): None, f"{_TAKEN}{token}": None})
 
     async def interrupt(self, token: str) -> None:
-        """Interrupt a call and wait until it finishes, so that Ray repeats this request if the process dies."""
+        """Interrupt a call and wait until it finishes. The wait makes Ray repeat this request if the process dies."""
         self._log.interrupt(token)
         await self.answer(token)
 
     async def pending(self, program: str, given: Collection[str]) -> tuple[str, str] | None:
-        """Assign a call whose program has ended to `program`. Return the call's token and method.
+        """Assign a call whose program has ended to `program`. Return the call's token and method, or None.
 
-        Skip calls in `given`.
-
-        Ray reports the end of a program after about 2 s, so this waits while other programs have calls. The user did
-        not make the call that creates the trainer. This waits for that call, and assigns it only if it failed.
+        Calls in `given` are skipped. Ray reports the end of a program after about 2 s, so this waits a few seconds if
+        other programs have calls. The call that creates the trainer was not made by the user, so it is assigned only if
+        it failed.
         """
         call = await self._left_call(program, given)
         if call is not None and call.asked is not None and call.asked.kind == "start":
@@ -381,18 +393,18 @@ class TrainerProcess:
     async def news(
         self, token: str | None, seen: int | None, knows_other: bool = True
     ) -> tuple[int, list[Piece], str | None, bool]:
-        """Wait briefly for output after the first `seen` pieces, or until a call finishes.
+        """Wait about a second for new output of the trainer, or until a call finishes.
 
         Return immediately if another call is running and the program does not know about it.
 
         Args:
-            token: The call; None for the call that is running now.
-            seen: Number of pieces that the program has received.
-            knows_other: Whether the program knows that another call is running.
+            token: ID of the call. None for the call that is running now.
+            seen: Number of pieces of output that the program has received. None if it has received none.
+            knows_other: True if the program knows that another call is running.
 
         Returns:
-            The number of pieces so far, the new pieces, a description of the running call if it is a different call,
-            and True if the call has finished.
+            The number of pieces of output so far, the new pieces, a description of the running call if it is a
+            different call, and True if the call has finished.
         """
         mine = self._log.running() if token is None else self._log.find(token)
         deadline = time.monotonic() + _NEWS_S
@@ -451,7 +463,7 @@ class TrainerProcess:
     # --------------------------------------------------------------------------------------------- in parallel to calls
 
     async def look(self, name: str, is_method: bool, arguments: bytes) -> bytes:
-        """Return an attribute of the trainer, or the result of a method that may run in parallel to calls."""
+        """Return, as a pickled outcome, an attribute of the trainer or the result of a method, even during a call."""
         return await asyncio.to_thread(packed_answer, partial(self._look, name, is_method, arguments))
 
     def _look(self, name: str, is_method: bool, arguments: bytes) -> Any:
@@ -481,7 +493,7 @@ class TrainerProcess:
     def _end_trainer(self, force: bool = False) -> None:
         """Call the trainer's `shutdown`.
 
-        The trainers of `fit` have no `shutdown`; their workers end with this process.
+        Trainers that only have a `fit()` method have no `shutdown`. Their workers end with this process.
         """
         shutdown = getattr(self._trainer, "shutdown", None)
         if shutdown is not None:

@@ -1,10 +1,10 @@
-"""Messages between a program and a detached trainer: calls by name, arguments, results, errors and output.
+"""Messages between a program and a detached trainer's process: arguments, results, errors and output.
 
 Objects in Ray's object store are lost with the process that put them there. Bytes in a message are copied, so they
 outlive the program that sent them, and an answer can wait in the trainer's process for any program.
 
-Public names of a trainer are looked up in its process, so a new option needs no change here. The tables below list the
-names that are neither queued calls nor plain attributes.
+The handle in the program looks up public names of a trainer in the trainer's process, so a new method or option needs
+no change here. The tables below list the names that are neither queued calls nor plain attributes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from raysgd.core.text.log_lines import WorkerLogLine
 from raysgd.exceptions import UnpicklableError, WorkerFault
 
 BESIDE = ("ledger", "status")
-"""Methods that may run in parallel to a running call."""
+"""Names of methods that may run in parallel to a running call."""
 
 MAY_GO_ON = ("train", "validate")
-"""Methods that return a handle if called with `blocking=False`."""
+"""Names of methods that return a handle to a background call if called with `blocking=False`."""
 
 _IN_PROCESS = "it stays in the trainer's process, and cannot be sent."
 STAYS_THERE: dict[str, str] = {
@@ -50,7 +50,7 @@ STAYS_THERE: dict[str, str] = {
     "to_worker_group": f"{_IN_PROCESS} Make the trainer without `detached`.",
     "training_loop": "`fit` calls it.",
 }
-"""Names that a handle rejects, with the reason and an alternative. `shutdown` is a method of the handle."""
+"""Names that a handle rejects, with the reason and an alternative."""
 
 
 _NO_RANK = -1
@@ -63,7 +63,7 @@ class Detached:
     """Settings for a trainer that outlives its program.
 
     Args:
-        name: The name to attach by. Letters, digits, `.`, `_` and `-`, as in a file name.
+        name: The name that `raysgd.attach` takes. Letters, digits, `.`, `_` and `-`, as in a file name.
         keep_alive_s: How long the trainer waits while no program is attached and no call is running. Then the trainer
             is saved to `folder`, if set, and ends. None to wait forever.
         folder: Folder in which `<name>.pt` is saved when the trainer times out or is ended by `raysgd stop`: a path on
@@ -101,7 +101,11 @@ class Detached:
 
 @dataclass(frozen=True)
 class RemoteIterator:
-    """Represents an iterator that stays in the trainer's process. The program draws one value per call."""
+    """Represents an iterator that stays in the trainer's process. The program gets each value with a call.
+
+    Attributes:
+        token: ID of the call that returned the iterator.
+    """
 
     token: str
 
@@ -114,7 +118,7 @@ class DetachedTraceback(Exception):
 
 
 def _place(fault: WorkerFault) -> str:
-    """Return where an exception was raised: the user's lines, or the whole traceback if the user enabled that."""
+    """Return where an exception was raised: the user's lines, or the whole traceback with RAYSGD_TRACEBACK=full."""
     if shows_all_frames():
         return fault.traceback_text
     return "\n  called from ".join([f"raised at {fault.location}", *fault.callers])
@@ -163,9 +167,9 @@ class CallOutcome:
     """The outcome of a call: its result, or a description of the exception that it raised.
 
     Attributes:
-        value: The result.
-        fault: The exception, or None if the call succeeded.
-        cause: The exception's cause.
+        value: The result. None if the call raised an exception.
+        fault: The exception. None if the call succeeded.
+        cause: The exception's cause. None if it has none.
         shows_user_code: True if the exception passed through user code.
     """
 
@@ -188,7 +192,7 @@ class CallOutcome:
 
 
 def packed_answer(body: Callable[[], Any]) -> bytes:
-    """Run a call and return its pickled outcome."""
+    """Run `body` and return its result or exception as a pickled `CallOutcome`."""
     try:
         return packed_bytes("the result", CallOutcome(body()))
     except BaseException as error:  # includes a Ctrl-C that the program forwarded
@@ -206,14 +210,14 @@ def unpacked_answer(packed: bytes) -> CallOutcome:
 
 
 Piece = tuple[str, str] | WorkerLogLine
-"""A piece of output: "stdout" or "stderr" and the text with its line breaks; or a log line."""
+"""A piece of output: a pair of "stdout" or "stderr" and the printed string, or a log line."""
 
 
 class Output:
-    """Collects this process's printed output and log lines after `install`. Thread-safe.
+    """Collects the printed output and log lines of a detached trainer's process after `install`. Thread-safe.
 
     Args:
-        first: Number of the first piece. Must be larger than the numbers used by the previous process.
+        first: Number of the first piece of output. Must be larger than all numbers that the previous process used.
     """
 
     def __init__(self, first: int = 0) -> None:
@@ -234,17 +238,17 @@ class Output:
             self._num_pieces += 1
 
     def num_pieces(self) -> int:
-        """Collect new log lines and return the number of pieces so far."""
+        """Collect new log lines and return the number of pieces of output so far."""
         for line in log_lines.drain():
             self.add_piece(line)
         return self._num_pieces
 
     def since(self, seen: int | None) -> tuple[int, list[Piece]]:
-        """Return the number of pieces, and the pieces after the first `seen`.
+        """Return the number of pieces of output so far, and the new pieces.
 
-        With None, return pieces that no program has seen.
-
-        A program that passes `seen` has already printed the earlier pieces.
+        Args:
+            seen: Number of pieces that the program has printed, so that it needs only later ones. None to return the
+                pieces that no program has printed.
         """
         num_pieces = self.num_pieces()
         with self._lock:
@@ -254,15 +258,15 @@ class Output:
 
 
 def _is_of_user(record: logging.LogRecord) -> bool:
-    """Filter out Ray's advice to authors of async actors.
+    """Filter out Ray's warning about blocking calls in async actors.
 
-    It does not apply here, because calls run in a separate thread.
+    It does not apply here, because the trainer's calls run in a separate thread.
     """
     return "inside async actor" not in str(record.msg)
 
 
 class _Stream(io.TextIOBase):
-    """Replaces a standard stream of a detached trainer's process."""
+    """Replaces stdout or stderr of a detached trainer's process. Adds what is printed to `Output`."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._output, self._name = output, name

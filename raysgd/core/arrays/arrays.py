@@ -25,7 +25,7 @@ class Arrays:
         label_column: The column that the model predicts. A batch is then a tuple of features and label.
         shuffle: True to shuffle the rows in each pass.
         drop_last: True to skip an incomplete last step.
-        transform: Called with each batch in the worker. Returns what `train_batch` gets.
+        transform: Called with each batch in the worker. Returns the batch that `train_batch` gets.
 
     Raises:
         TypeError: `data` has another type.
@@ -63,7 +63,7 @@ class Arrays:
 
     @property
     def form(self) -> BatchForm:
-        """How columns become batches."""
+        """The settings that say how columns become batches, without the data."""
         return BatchForm(self.batch_size, self.feature_columns, self.label_column, self.transform, 1)
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from raysgd.core.arrays import trees
 
 PREDICTION = "prediction"
-"""Name of a result that needs a name if `predict_batch` returned none."""
+"""Name of a result of `predict_batch` that has no name, where a container needs one."""
 
 _BLOCK_BYTES = 2**20
 
 
 class ArrayContainer:
-    """Returns the outputs as arrays.
+    """Returns the outputs of `predict` as arrays.
 
     Args:
         leaf: Function that converts each array to the type that the user gets.
@@ -44,7 +44,7 @@ class ArrayContainer:
 
 
 class DataFrameContainer:
-    """Returns the outputs as columns of a pandas data frame.
+    """Returns the outputs of `predict` as columns of a pandas data frame.
 
     Args:
         index: Index of the data frame passed to `predict`.
@@ -62,7 +62,7 @@ class DataFrameContainer:
             yield frame
 
     def collect(self, outputs: Iterable[Any]) -> Any:
-        """Return one data frame."""
+        """Return one data frame with the rows of all batches."""
         found = list(outputs)
         return self._frame(trees.joined(found) if found else {}, 0)
 
@@ -75,7 +75,7 @@ class DataFrameContainer:
 
 
 class RayDataContainer:
-    """Returns the outputs as a Ray Data dataset, in Ray's object store instead of the driver's memory."""
+    """Returns the outputs of `predict` as a Ray Data dataset, in Ray's object store instead of the driver's memory."""
 
     def stream(self, outputs: Iterator[Any]) -> Iterator[Any]:
         """Return a dict of arrays for each batch, like Ray Data's `iter_batches`."""
@@ -116,9 +116,9 @@ def _inside(outer: str, inner: str) -> str:
 
 
 def _columns(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """Yield an array as columns. A matrix becomes one column per matrix column.
+    """Yield the data-frame columns for an array, with their names.
 
-    Higher-rank arrays become a column of objects.
+    A matrix becomes one column per matrix column. An array with more dimensions becomes a column of objects.
     """
     shape: Sequence[int] = getattr(leaf, "shape", (len(leaf),))
     if len(shape) == 2 and shape[1] > 1:
@@ -137,7 +137,7 @@ def _as_frame(output: Any) -> Any:
 
 
 def _groups(outputs: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the outputs in groups that are large enough for one block."""
+    """Yield the outputs in groups, each large enough for one block of a Ray Data dataset."""
     group: list[Any] = []
     num_bytes = 0
     for output in outputs:

@@ -1,4 +1,4 @@
-"""Data passed to a call: how it is sharded across workers, and what each worker gets.
+"""Data passed to a call such as `train`: how it is sharded across workers, and what each worker gets.
 
 ADR 79 explains why the driver does not split the data.
 """
@@ -26,7 +26,7 @@ class DataPosition:
     Attributes:
         pass_index: Index of the pass.
         consumed: Number of samples that all workers together have consumed in the pass.
-        state: Additional state of the data source.
+        state: Additional state that the data source needs to continue.
     """
 
     pass_index: int
@@ -52,11 +52,11 @@ class CallData:
 
             For all other kinds, every worker gets all of the data, and the library shards it there:
 
-            * "rows": A function that creates a loader or a dataset of rows.
-            * "batches": A loader, a dataset of batches or a stream.
-            * "creator": The user's function, with its arguments.
-        data: The data; see `kind`.
-        place: Position where the last call with the same data stopped. None for the beginning.
+            * "rows": `data` is a function that creates a loader or a dataset of rows.
+            * "batches": `data` is a loader, a dataset of batches or a stream.
+            * "creator": `data` is the user's creator function, with its arguments.
+        data: The data, of the type that `kind` says.
+        place: Position where the last call with the same data stopped. None to start from the beginning.
     """
 
     kind: Kind
@@ -70,7 +70,7 @@ class CallData:
 
     @property
     def keeps_position(self) -> bool:
-        """True if workers can continue with their shards in the next call. Other data may differ each time."""
+        """True if workers can reuse their shards in the next call. Other data may differ in each call."""
         return self.kind in ("ray", "creator") or getattr(self.data, "keeps_position", False)
 
     def shares(self, num_workers: int) -> list[CallData]:
@@ -87,7 +87,7 @@ class CallData:
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the kind of framework-independent data, or None for other data."""
+    """Return the `CallData.kind` of framework-independent data, or None for other data."""
     if ray_batches(dataset) is not None:
         return "ray"
     if hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard"):
@@ -108,8 +108,8 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
     """Prepare framework-independent data for workers. Return None for other data.
 
     Args:
-        dataset: The argument of the call.
-        config: The worker config.
+        dataset: The `dataset` argument of the user's call.
+        config: The worker config, which may contain the batch size.
 
     Raises:
         ValueError: The batch size is missing or invalid.
@@ -131,7 +131,12 @@ def size_in(config: Mapping[str, Any]) -> int | None:
 
 
 def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
-    """Return the per-worker batch size: `own` from the data if set, else the batch size in the config.
+    """Return the per-worker batch size: `own` if it is set, otherwise the batch size in the config.
+
+    Args:
+        what: Description of the data, for the error.
+        own: Batch size that the data specifies. None if it specifies none.
+        config: The worker config.
 
     Raises:
         ValueError: There is no batch size.
@@ -161,7 +166,7 @@ class RepeatedBatches:
 
 
 def every_nth(batches: Any, rank: int, size: int) -> RepeatedBatches:
-    """Return this rank's batches of data that cannot be sharded by sample. Each batch goes to one rank.
+    """Shard data by batch, if it cannot be sharded by sample. Return the batches of this rank.
 
     Args:
         batches: An iterable that yields the same batches on all workers.

@@ -1,9 +1,9 @@
 """Arithmetic for splitting a global batch across workers, possibly unevenly. Works on counts, without any data.
 
 A global batch of any size can be split across any number of workers. Each worker gets consecutive samples, lower ranks
-first. If a worker's part is larger than a cap, the worker takes several batches and accumulates their gradients into
-one step. No batch has a single sample if another split exists, because layers such as batch normalization cannot train
-on one sample.
+first. If a worker's part is larger than a cap, the worker processes it in several batches and accumulates their
+gradients into one step. No batch has a single sample if another split exists, because layers such as batch
+normalization cannot train on one sample.
 
 ADR 98 explains why the global batch keeps its size.
 """
@@ -50,13 +50,13 @@ class ShardedGlobalBatch:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """Return the maximum number of batches that a worker processes for one global batch."""
+        """Return the largest number of batches (shards) that any worker processes for one global batch."""
         return -(-self.num_shards // self.world_size)
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
         """Return the shards of a global batch that `rank` processes: its non-empty shards, or else one empty shard.
 
-        No worker gets more than `num_batches` shards, so gradient buffers of that size always suffice.
+        No worker gets more than `num_batches` shards, so `num_batches` gradient buffers always suffice.
         """
         stops = accumulate(even_shares(num_samples, self.num_shards, self.cap), initial=0)
         parts = [BatchShare(start, stop, num_samples) for start, stop in pairwise(stops) if start < stop]
@@ -76,7 +76,7 @@ def even_counts(num_samples: int, num_shares: int) -> list[int]:
 
 
 def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> list[int]:
-    """Split samples evenly, but avoid single-sample shares if possible, because batch normalization rejects them.
+    """Split samples evenly, without single-sample shares if possible, because batch normalization rejects them.
 
     Args:
         num_samples: Number of samples to split.
@@ -122,10 +122,7 @@ class Division:
         return list(map(sum, self._batches(num_samples)))
 
     def parts(self, num_samples: int, rank: int) -> list[BatchShare]:
-        """Return the batches of a global batch that `rank` processes in sequence.
-
-        Every rank has the same number of batches.
-        """
+        """Return the batches of a global batch that `rank` processes. All ranks have the same number of batches."""
         batches = self._batches(num_samples)
         together = map(sum, zip(*batches, strict=True))
         stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))

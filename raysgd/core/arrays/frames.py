@@ -1,4 +1,4 @@
-"""Columns of sharded data frames: shared code of `TorchMLDataset` and `TFMLDataset`."""
+"""Selection of columns of sharded data frames: the shared code of `TorchMLDataset` and `TFMLDataset`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray Data datasets as the data of replicas: batches in row order, dealt to the workers one by one.
+"""Training data from Ray Data datasets: Ray distributes batches, in row order, over the workers one by one.
 
 Every row is in one batch of one worker. With `preserve_order`, the batches of a step contain the same rows as a step of
 a single process with a larger batch.
@@ -54,16 +54,16 @@ class RayBatches:
     A column name selects that column. A list of names selects one array with these columns.
 
     Args:
-        dataset: The dataset.
+        dataset: The Ray Data dataset.
         batch_size: Number of rows in a batch of one worker. Default: `BATCH_SIZE` or "batch_size" in the config.
         feature_columns: Columns to pass to the model. Requires `label_column`. Without both, a batch is a dict of all
             columns.
         label_column: The column that the model predicts. A batch is then a tuple of features and label.
-        transform: Called with each batch in the worker. Returns what `train_batch` gets.
+        transform: Called with each batch in the worker. Returns the batch that `train_batch` gets.
         preserve_order: True to preserve the dataset's row order. With False, Ray Data may be faster.
         prefetch_batches: Number of batches to prefetch.
-        batches_per_block: Number of batches dealt to a worker at a time. More batches reduce Ray's overhead per row,
-            but a step then contains different rows than a step of a single process.
+        batches_per_block: Number of batches that Ray sends to a worker at a time. More batches reduce Ray's overhead
+            per row, but a step then contains different rows than a step of a single process.
 
     Raises:
         TypeError: `dataset` is not a Ray Data dataset.
@@ -119,7 +119,7 @@ class RayBatches:
         return replace(self, batch_size=size)
 
     def shares(self, num_workers: int) -> list[RayShare]:
-        """Split the dataset into one shard per worker, by rank. All workers must read at the same time."""
+        """Split the dataset into one shard per worker, by rank. All workers must read their shards at the same time."""
         if num_workers == 1:
             iterators = [self._ordered(self.dataset).iterator()]
         else:
@@ -127,7 +127,7 @@ class RayBatches:
         return [RayShare(iterator, self.form) for iterator in iterators]
 
     def _in_blocks(self) -> Any:
-        """Return the dataset in blocks of whole batches. Ray deals each block to the worker with the fewest rows."""
+        """Return the dataset in blocks of whole batches. Ray sends each block to the worker with the fewest rows."""
         repartition = self.dataset.repartition
         if "strict" not in inspect.signature(repartition).parameters:
             import ray
@@ -149,7 +149,7 @@ class RayBatches:
 
 @dataclass(frozen=True)
 class RayShare:
-    """One worker's shard of the batches. Each pass iterates over it again.
+    """One worker's shard of a `RayBatches`. It can be iterated repeatedly, once per pass over the data.
 
     Args:
         iterator: Ray's iterator over the shard.
@@ -172,7 +172,7 @@ Convert = Callable[[Mapping[str, Any], BatchForm], Any]
 
 
 class RayLoader:
-    """The loader of a registered dataset. The driver assigns this worker a shard of the dataset.
+    """The loader for a Ray Data dataset that an operator registered. The driver assigns this worker a shard of it.
 
     Args:
         batches: The registered dataset, with its batch size.
@@ -212,7 +212,7 @@ def ray_batches(data: Any) -> RayBatches | None:
 
 
 def ray_batches_of(loaders: Mapping[str, Any]) -> dict[str, RayBatches]:
-    """Return the datasets that the driver must split, without their transforms."""
+    """Return the datasets in `loaders` that the driver must shard, by loader name, without their transforms."""
     return {
         name: replace(loader.batches, transform=None)
         for name, loader in loaders.items()
@@ -236,10 +236,10 @@ def stacked(values: Any) -> Any:
 
 
 def formed(columns: Any, form: BatchForm, join: Callable[[list[Any]], Any]) -> Any:
-    """Convert columns, or arrays without names, into a batch.
+    """Convert named columns, or arrays without names, into a batch.
 
     Args:
-        columns: Arrays of the framework, keyed by name or not.
+        columns: Arrays of the framework: a dict by column name, or any structure if `form` selects no columns.
         form: How the columns become a batch.
         join: Joins several columns into one array.
     """

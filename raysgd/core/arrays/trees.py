@@ -12,7 +12,7 @@ import numpy as np
 
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the same structure with `function` applied to each leaf."""
+    """Return a copy of a nested structure with `function` applied to each leaf."""
     if isinstance(tree, Mapping):
         return {name: mapped(part, function) for name, part in tree.items()}
     if isinstance(tree, tuple):
@@ -49,7 +49,7 @@ def rows_of(leaf: Any) -> int | None:
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """Concatenate the rows of all trees, in order.
+    """Concatenate the rows of several trees with the same structure, in order.
 
     Raises:
         ValueError: The trees have different structures.

@@ -10,7 +10,7 @@ A `Replica` implements the framework's part, a `Connection` the communication, a
 No module of the engine imports a training framework. The modules that only make decisions (`policies`, `liveness`,
 `ranks`) do not import Ray either.
 
-Start reading at `controller`, which runs one call after the other, and `repair`, which handles failures. Both use
+Start reading at `controller`, which runs the calls one at a time, and `repair`, which handles failures. Both use
 `lifecycle` (starts and stops the group), `monitor` (watches the running call) and `snapshots`. `group` owns the
 workers, `startup` the standby workers and `placement` the reserved resources. `worker` is the code of worker processes.
 """

@@ -24,7 +24,7 @@ class BackgroundCall(CallHandle[T]):
 
     Args:
         future: Receives the call's result or error.
-        interrupt: Interrupts the call. Called from another thread.
+        interrupt: Interrupts the call. It is called from a thread other than the call's.
     """
 
     def __init__(self, future: Future[T], interrupt: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class BackgroundCall(CallHandle[T]):
         Raises:
             TimeoutError: The call is still running. It is not interrupted.
             TrainerShutdownError: The trainer was shut down before the call finished.
-            Exception: The call's error.
+            Exception: The error that the call raised.
         """
         try:
             wait([self._future], timeout)
@@ -73,7 +73,7 @@ class BackgroundCalls:
         """Start a call and return its handle. Later calls of the trainer wait for it.
 
         Args:
-            work: Makes the call. If `rest` is given, later calls wait only for `work`.
+            work: Runs the call on the workers. If `rest` is given, later calls wait only for `work`.
             rest: Finishes the call on a spare while later calls use the training workers. Takes the result of `work`
                 and a function that raises `KeyboardInterrupt` if the call was interrupted.
 
@@ -99,7 +99,7 @@ class BackgroundCalls:
         return BackgroundCall(future, partial(turns.interrupt_call, place))
 
     def await_end(self) -> None:
-        """Wait until the threads finish. Called after their calls were interrupted or the trainer was stopped."""
+        """Wait a few seconds for the background threads to finish. Call after interrupting their calls or `stop`."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_END_S)

@@ -1,7 +1,8 @@
-"""Lines: Unix sockets for calls to workers on the driver's node. Such a call takes a tenth of the time of a Ray call.
+"""Lines: Unix sockets between the driver and a worker on its node. Such a call takes a tenth of the time of a Ray call.
 
-In the worker, one Ray call of `attend` serves a line until the line ends. Ray therefore reports a dead worker as usual.
-An answer that cannot be sent over the line becomes the result of `attend`.
+The driver makes one Ray call to the worker's method `attend`, which serves the line until the line closes. If the
+worker dies, Ray therefore reports that this call failed. An answer that cannot be sent over the line becomes the result
+of `attend`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from weakref import WeakSet
 
 ARE_POSSIBLE = sys.platform == "linux"  # only Linux has Unix sockets without a file; see ADR 55
 LARGEST = 1 << 16  # bytes that a socket accepts in one message, even if the other process is suspended
-_FOREVER_S = 0.1  # longest wait between two polls of Ray
-_SHORTLY_S = 0.002  # the same wait while Ray may soon report a dead worker
+_FOREVER_S = 0.1  # longest wait for answers over lines before Ray is polled
+_SHORTLY_S = 0.002  # longest wait for Ray while other answers may arrive over lines
 
 _SOCKETS: WeakSet[socket.socket] = WeakSet()
 
@@ -43,13 +44,13 @@ os.register_at_fork(after_in_child=_let_go)  # a forked process would hold a lin
 
 
 class Line:
-    """The driver's end of a line.
+    """The driver's end of a line, a Unix socket to one worker.
 
     Args:
         attend: Starts the Ray call that serves the worker's end. Takes the address of the line.
 
     Attributes:
-        attending: Ray's reference to the call of `attend`.
+        attending: Ray's reference to that call.
         was_joined: True once the worker has connected.
         is_ended: True if nothing can arrive over the line any more.
     """
@@ -101,13 +102,13 @@ class Line:
         return True
 
     def hang_up(self) -> None:
-        """Close the line. The worker then finishes `attend` and can run Ray calls again."""
+        """Close the line. The worker's `attend` then returns, and the worker can run Ray calls again."""
         self.is_ended = True
         _hang_up(self._socket)
 
 
 class LineCall:
-    """A call over a line. It is used like Ray's reference to a call."""
+    """A call over a line, a Unix socket to a worker. `wait` accepts it like Ray's reference to a call."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -124,12 +125,12 @@ class LineCall:
 
     @property
     def is_answered(self) -> bool:
-        """True if the answer has been read from the line. Does not read."""
+        """True if the answer has been read from the line. Does not read from it."""
         return self._answer is not None
 
     @property
     def has_answer(self) -> bool:
-        """True if the answer has arrived over the line. Reads it if it has."""
+        """True if the answer has arrived over the line. Reads the answer if it has arrived."""
         if self._answer is None and not self.line.is_ended:
             self._answer = self.line.receive()
         return self._answer is not None
@@ -150,7 +151,7 @@ class LineCall:
 
 
 class LineEnd:
-    """The worker's end of a line.
+    """The worker's end of a line, a Unix socket to the driver.
 
     Args:
         name: Address of the driver's end.

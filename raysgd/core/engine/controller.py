@@ -49,7 +49,7 @@ _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
 
 class PlaceInLine:
-    """A position in the queue of calls, reserved for a thread that takes its turn later.
+    """A position in the queue of calls, reserved for a thread that runs its call later.
 
     Attributes:
         thread: ID of the thread that holds the position. None until that thread takes its turn.
@@ -67,12 +67,12 @@ class PlaceInLine:
 
 
 class Turns:
-    """Serializes the threads that use a lifecycle's group: one call at a time, in queue order."""
+    """Serializes the threads that use a lifecycle's worker group: one call at a time, in queue order."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._lock = lifecycle.clock.make_lock()
-        self._ends = lifecycle.clock.make_lock()  # keeps an interrupt of a call from hitting the next call
+        self._ends = lifecycle.clock.make_lock()  # ensures that an interrupt of one call does not hit the next call
         self._num_inside = 0
         self._owner: int | None = None
         self._line: list[PlaceInLine] = []
@@ -109,7 +109,7 @@ class Turns:
 
     @contextmanager
     def take_turn(self, place: PlaceInLine | None = None) -> Iterator[None]:
-        """Run the block while no other thread runs a call. A thread may nest such blocks.
+        """Run the block of a `with` statement while no other thread runs a call. A thread may nest such blocks.
 
         If `stop` is called during the block, the group is stopped at the end of the block, and an exception of the
         block is replaced by `TrainerShutdownError`.
@@ -158,7 +158,7 @@ class Turns:
         if self._line or self._num_inside or not self._lock.acquire(blocking=False):
             yield False
             return
-        self._owner = threading.get_ident()  # a thread that has just reserved a position waits for the lock
+        self._owner = threading.get_ident()  # skips the queue: a thread that queues up just now waits for this lock
         try:
             with self.take_turn():
                 yield True
@@ -210,8 +210,8 @@ class Turns:
         if self._num_inside:
             force = True
             lifecycle.kill_workers()
-        # A running call returns because its workers were killed: wait for that. A driver that is the only worker cannot
-        # be killed, so waiting for its call would not help.
+        # A running call returns because its workers were killed, so wait until it returns. A driver that is the only
+        # worker cannot be killed, so waiting for its call would not help.
         is_driver_only = lifecycle.group is not None and lifecycle.group.is_driver_only
         if not self._lock.acquire(timeout=0.0 if is_driver_only else RELEASE_S):
             logger.warning("a call is running in this process; its worker stops when the call ends")
@@ -228,12 +228,13 @@ class ElasticController(Lifecycle):
     The remaining arguments are documented in `Lifecycle`.
 
     Args:
-        scaling: Decides the number of workers.
-        failures: Decides whether a failed call continues, restarts or raises.
+        scaling: Policy that decides the number of workers.
+        failures: Policy that decides whether a failed call continues, restarts or raises.
         start_budget: Retries for workers that die while a group starts. Default: a few attempts for each start.
 
     Attributes:
-        num_calls: Number of the current or last call. It differs between consecutive calls that change the state.
+        num_calls: Sequence number of the current or last call. Consecutive calls that change the training state have
+            different numbers.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class ElasticController(Lifecycle):
         super().__init__(spec, scaling, make_group, view, clock, rules or ElasticRules(), hooks or GroupHooks())
         self._start_budget = start_budget
         _OF_THIS_PROGRAM.add(self)
-        # If the driver is the only worker and there are no spares, changes of the cluster do not matter.
+        # If the driver is the only worker and there are no spares, changes in the cluster do not matter.
         self._follows_cluster = scaling.max_workers > spec.use_local or bool(spec.num_spares)
         self._monitor = Monitor(self)
         self.recovery = GroupRepair(self, self._monitor, failures or FailurePolicy(), start_budget)
@@ -290,13 +291,13 @@ class ElasticController(Lifecycle):
             return self.running
 
     def stand_by(self) -> None:
-        """Start missing spares, and missing workers if resources are free. Does not wait until they are ready."""
+        """Start missing spares, and missing workers if resources are free, without waiting until they are ready."""
         with self.turns.take_turn():
             self.start_spares()
             self.start_standby()
 
     def start(self, *, as_fits: bool = False) -> None:
-        """Start the workers for the first time, or continue with those that a previous process of the trainer left.
+        """Start the workers for the first time, or adopt workers that a previous process of the trainer left running.
 
         Args:
             as_fits: True to start as many workers as fit into the free resources. False to start all workers or fail.
@@ -323,7 +324,7 @@ class ElasticController(Lifecycle):
         """If resources are short, free this program's unreferenced trainers, then stop the workers of idle trainers.
 
         Returns:
-            A description of the trainers that still hold resources if they are still short; otherwise an empty string.
+            If resources are still short, a description of the trainers that hold them; otherwise an empty string.
         """
         if not self._others() or self.has_room():
             return ""
@@ -339,7 +340,7 @@ class ElasticController(Lifecycle):
             each
             for each in tuple(_OF_THIS_PROGRAM)
             if each.view is self.view
-            and each.spec.make_replica is not self.spec.make_replica  # a trainer may have two controllers
+            and each.spec.make_replica is not self.spec.make_replica  # the same if one trainer has two controllers
             and each._holds_room
         ]
 
@@ -375,7 +376,7 @@ class ElasticController(Lifecycle):
         """Run `call` on every rank and return the values in rank order.
 
         Args:
-            call: The call to run.
+            call: The function to run on the workers, with its arguments for each rank.
             max_retries: Number of retries for failures of this call.
             budget: Used instead of `max_retries` if several calls share their retries.
 
@@ -411,9 +412,9 @@ class ElasticController(Lifecycle):
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
 
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call, copy state that only the workers have.
+        """Before a call, copy the training state to the driver, because only the workers have it.
 
-        Wait for the copy if survivors of a failure could not continue the call.
+        Wait until the copy arrives if survivors of a failure could not continue the call.
 
         Raises:
             WorkersLostError: The copy was lost in transit several times.
@@ -428,13 +429,16 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def end_left_call(self) -> None:
-        """End a call that the trainer's previous process left running. Fetch state that only workers have first."""
+        """End a call that the trainer's previous process left running. First fetch state that only the workers have."""
         with self._turn_to_copy():
             self.recovery.fetch_only_state()
             self.end_call("KeyboardInterrupt")
 
     def lend_spare(self) -> Loan | None:
-        """Lend a ready spare for `run_on_spare`. The group can still recall it. Return None if no spare is ready."""
+        """Lend a ready spare for `run_on_spare`. Return None if no spare is ready.
+
+        If the group later needs the spare as a worker, the loan is recalled.
+        """
         with self.turns.take_turn():
             loan = self.ensure_group().standby.lend()
             if loan is None:
@@ -458,7 +462,7 @@ class ElasticController(Lifecycle):
         If the spare is lost or joins the group, run the call again on another spare.
 
         Args:
-            loan: The spare. None if no spare was ready.
+            loan: The loan of a spare from `lend_spare`. None if no spare was ready; this method then waits for one.
             function: Called as `function(replica, loan_number, *args)`. It returns None if the loan was recalled.
             make_args: Creates the arguments for each attempt.
             on_wait: Called regularly during the wait.
@@ -468,7 +472,7 @@ class ElasticController(Lifecycle):
 
         Raises:
             WorkerError: User code raised an exception.
-            WorkersLostError: Several spares died in this call, or no spare is left.
+            WorkersLostError: Several spares died during this call, or no spare is left.
             TrainerShutdownError: `stop` was called.
         """
         num_died = 0
@@ -501,7 +505,7 @@ class ElasticController(Lifecycle):
                 self.sleep(_SPARE_POLL_S)
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the current state and wait until the driver holds it. Take one if necessary.
+        """Return a snapshot of the current state, after it has arrived in the driver. Take a snapshot if necessary.
 
         Raises:
             WorkersLostError: The snapshot was lost in transit several times.
@@ -529,7 +533,7 @@ class ElasticController(Lifecycle):
         return self.snapshots.is_known(has_group=self.group is not None)
 
     def landed_snapshot(self) -> Snapshot | None:
-        """Return the last snapshot, waiting for one in transit. Return None if the shared state has changed since."""
+        """Return the newest snapshot, after it has arrived. Return None if the shared state has changed since."""
         with self._turn_to_copy():
             self._monitor.await_snapshot()
             return self.snapshots.landed if self.snapshots.shares_current else None
@@ -592,14 +596,14 @@ class ElasticController(Lifecycle):
             function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
             args = call.args_for(group.worlds)
-            kept: type[Exception] = UnpicklableError  # keep the group: nothing was sent
+            kept: type[Exception] = UnpicklableError  # after this error, keep the group: nothing was sent to it
             try:
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
                     return values
                 if self._is_left(report):
                     return self._left(group, report)
-                kept = WorkerError  # keep the group: its ranks are in the same state, or it was killed
+                kept = WorkerError  # after this error, keep the group: its ranks are in sync, or it was already killed
                 held = None
                 if not report.ok and call.leaves is not None and call.leaves():
                     held = self.recovery.leave_with_survivors(report)
@@ -622,21 +626,21 @@ class ElasticController(Lifecycle):
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
 
     def _mended(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
-        """Change the group after a failure or while its ranks hold at a step. Return True if the call can resume."""
+        """Change the group after a failure or while its ranks wait at a step. Return True if the call can resume."""
         return self.recovery.change_held(report) if report.ok else self.recovery.recover(call, report, budget)
 
     def _is_left(self, report: GroupReport) -> bool:
-        """Return True if all ranks stopped at a step so that the call can be left."""
+        """Return True if all ranks stopped at a step so that the call can end early."""
         values = [each.value for each in report.values] if report.ok else []
         if not values or not all(isinstance(each, HeldAtStep) for each in values):
             return False
         return self._monitor.is_leaving or all(each.is_planned for each in values)
 
     def _left(self, group: WorkerGroup, report: GroupReport) -> list[Capture]:
-        """Leave a call whose ranks all stopped at a step. Bring the state of that step to the driver as a snapshot.
+        """End a call early, after all its ranks stopped at a step. Take a snapshot of that step and wait for it.
 
         Returns:
-            Each rank's capture.
+            Each rank's capture, a reference to the copy of its state.
         """
         captures: list[Capture] = [answer.value.part for answer in report.values]
         self.snapshots.take_from(group, captures)
@@ -645,9 +649,9 @@ class ElasticController(Lifecycle):
         return captures
 
     def hold_to_leave(self, call: Call) -> None:
-        """Stop the call at the next step if it should be left. Called between steps if the driver is the only worker.
+        """Stop the call at the next step if it should end early. Called between steps if the driver is the only worker.
 
-        Otherwise the monitor does this while the driver waits for the call.
+        If there are other workers, the monitor does this while the driver waits for the call.
         """
         if self._left_by_driver is not call:
             self._left_by_driver = call
@@ -663,7 +667,7 @@ class ElasticController(Lifecycle):
         args: Sequence[Sequence[Any]],
         number: CallNumber | None,
     ) -> tuple[GroupReport, list[Any] | None]:
-        """Run the call once. If it changed the state, record that and take the snapshot that came with the answers.
+        """Run the call once. If it changed the state, record the call and take the snapshot that came with the answers.
 
         Returns:
             The report, and the values by rank. The values are None unless all ranks completed the call.
@@ -694,7 +698,7 @@ class ElasticController(Lifecycle):
         if not report.ok:
             return report, None
         values = [answer.value for answer in report.values]
-        if any(isinstance(value, HeldAtStep) for value in values):  # other ranks may have completed the call
+        if any(isinstance(value, HeldAtStep) for value in values):  # some ranks stopped, even if others completed it
             return report, None
         is_right = False
         try:
@@ -702,10 +706,10 @@ class ElasticController(Lifecycle):
             is_right = True
         finally:
             if not is_right:
-                self._monitor.await_snapshot()  # the previous call's, while its worker can still send it
+                self._monitor.await_snapshot()  # get the previous call's snapshot while its worker can still send it
         if call.is_kept:
             self.snapshots.note_call(call, self.now() - began)
-        if self.spec.captures or captures:  # a repeated reply to the trainer's previous process may contain a copy, too
+        if self.spec.captures or captures:  # a repeated reply may contain a copy even if `captures` is False
             copies = [answer.capture for answer in report.values if answer.capture is not None]
             if copies:
                 self.snapshots.take_from(group, copies)
@@ -713,7 +717,9 @@ class ElasticController(Lifecycle):
         return report, values
 
     def _adapt(self, call: Call) -> None:
-        """Before a call, leave nodes that are going away and grow the group if resources are free. Uses no retry.
+        """Before a call, move workers off nodes that are being removed, and grow the group if resources are free.
+
+        This uses no retry.
 
         Does nothing if the trainer's previous process left ranks that may already be inside the call: such a group can
         change only at a step of the call.
@@ -730,10 +736,10 @@ class ElasticController(Lifecycle):
             self._grow_if_possible(call)
 
     def _leave_nodes(self) -> None:
-        """Move the workers off the nodes that are going away, in place if possible."""
+        """Move the workers off nodes that are being removed, in place if possible."""
         self._monitor.watch()
         in_place = self.recovery.can_change()
-        if in_place is None:  # workers were lost; the call will fail and handle that
+        if in_place is None:  # workers were lost; the call will fail, and recovery handles the loss
             return
         if in_place:
             failed = self.recovery.change(self.leaving_nodes_in_use(), LEAVING)
@@ -751,7 +757,7 @@ class ElasticController(Lifecycle):
             return
         self._monitor.watch()
         in_place = self.recovery.can_change()
-        if in_place is None:  # workers were lost; the call will fail and report it
+        if in_place is None:  # workers were lost; the call will fail, and recovery handles the loss
             return
         if in_place:
             num_awaited = most if call.resume is None else self.resizing.num_awaited_by_call
@@ -764,7 +770,7 @@ class ElasticController(Lifecycle):
             return
         target = len(group) + num_more
         self.snapshot()
-        if self.num_workers < target:  # otherwise recovery from a failure has already used them
+        if self.num_workers < target:  # otherwise a recovery during `snapshot` has already used the free resources
             self.recovery.restart_workers("grown", f"resources for {target} workers are free")
 
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
@@ -774,7 +780,7 @@ class ElasticController(Lifecycle):
         that start later get the same arguments.
 
         Args:
-            function: Called as `function(replica, *args)` on each worker. Returns facts, like `Replica.setup`.
+            function: Called as `function(replica, *args)` on each worker. Returns the same facts as `Replica.setup`.
             args: Further arguments of `function`.
 
         Raises:

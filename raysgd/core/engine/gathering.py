@@ -11,10 +11,11 @@ from raysgd.core.engine.platform import Platform
 from raysgd.core.engine.shared.types import FailureKind, Outcome
 from raysgd.exceptions import OnFailure
 
+# How long to wait for further answers after a failure:
 _DEATH_GRACE_S = 0.05  # after a death: simultaneous deaths are reported within this time
-_CONNECTION_GRACE_S = 5.0  # after a lost connection: nearly always a death that Ray reports soon
+_CONNECTION_GRACE_S = 5.0  # after a lost connection: nearly always a worker has died, which Ray reports soon
 _SHORT_CONNECTION_GRACE_S = 0.3  # the same if survivors are polled afterwards: Ray may report a lost node much later
-_USER_GRACE_S = 1.0  # after an exception of user code: ranks in a collective with that rank never answer
+_USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for the failed rank in a collective never answer
 _LONGEST_USER_GRACE_S = 5.0  # the same after a long call: other ranks may reach the same exception later
 _POLL_S = 0.1
 _LOOK_S = 0.005
@@ -26,10 +27,10 @@ class Listener:
     """Gathers the answers of remote calls. Decides how long to keep waiting after a failure.
 
     Args:
-        references: The calls, by rank.
+        references: Ray's references to the calls, by rank.
         asks_survivors: True if the caller polls the survivors afterwards. Then the cause of a broken connection need
             not be known here.
-        platform: Receives the answers. Default: Ray.
+        platform: Fetches the answers. Default: from Ray.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class Listener:
         self._listened_s = self._last_answer_s = 0.0
 
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
-        """Shorten the wait to the grace period, because the local rank failed. Called from another thread.
+        """Limit the wait in `listen` to the grace period, because the rank in the driver failed.
 
-        After this method returns, `on_wait` is not running and is never called again, so objects that it uses can be
-        closed. This holds even after one Ctrl-C during this method. A second Ctrl-C ends the wait.
+        Called from a thread other than that of `listen`. After this method returns, the callback `on_wait` of `listen`
+        is not running and is never called again, so objects that it uses can be closed. This holds even after one
+        Ctrl-C during this method. A second Ctrl-C makes it return early.
 
         Args:
-            kinds: The local rank's kinds of failure.
+            kinds: The kinds of failure of the rank in the driver.
         """
         self._kinds_of_driver |= set(kinds)
         self._is_stopped = True
@@ -64,7 +66,11 @@ class Listener:
             self._platform.sleep(_LOOK_S)
 
     def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
-        """Wait until all ranks have answered or the cause of a failure is clear. Return the outcomes by rank."""
+        """Wait until all ranks have answered or the cause of a failure is clear. Return the outcomes by rank.
+
+        Args:
+            on_wait: Called regularly during the wait, until the first failure.
+        """
         if not self._references:
             return {}
         values = self._wait_for_all_or_first_failure(on_wait)
@@ -82,7 +88,7 @@ class Listener:
         while waiting and not self._is_stopped:
             done = self._platform.any_ready(list(waiting), pause_s)
             if not done and on_wait is not None:
-                self._is_in_on_wait = True  # set before `_is_stopped` is read: `stop` sets that, then reads this
+                self._is_in_on_wait = True  # set before reading `_is_stopped`: `stop` sets that flag, then reads this
                 try:
                     if not self._is_stopped:
                         on_wait()
@@ -113,7 +119,7 @@ class Listener:
         return outcomes
 
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
-        """Return how much longer to wait for missing ranks, given the remote and local failures so far."""
+        """Return for how many more seconds to wait for missing ranks, given the remote and local failures so far."""
         kinds = self._kinds_of_driver | {found.failure.kind for found in outcomes.values() if found.failure}
         ran_s = self._failed_at - self._began
         return grace_s(kinds, self._asks_survivors, ran_s, self._last_answer_s) - self._listened_s
@@ -122,15 +128,15 @@ class Listener:
 def grace_s(
     kinds: Set[FailureKind], asks_survivors: bool = False, ran_s: float = 0.0, last_answer_s: float = 0.0
 ) -> float:
-    """Return how long to wait for further answers, counted from the first failure.
+    """Return for how many seconds to wait for further answers, counted from the first failure.
 
     Args:
         kinds: The kinds of failure known so far.
         asks_survivors: True if the caller polls the survivors afterwards.
-        ran_s: How long the call ran before the first failure.
+        ran_s: Seconds from the start of the call to the first failure.
         last_answer_s: Seconds from the first failure to the last answer.
     """
-    if "died" in kinds:  # a rank that answers now need not be interrupted and polled later
+    if "died" in kinds:  # with `asks_survivors`, each answer now saves interrupting and polling that rank later
         return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S) if asks_survivors else _DEATH_GRACE_S
     if kinds == {"disconnected"}:
         return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S
@@ -140,16 +146,16 @@ def grace_s(
 def roll_call(
     platform: Platform, references: Mapping[int, Any], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
-    """Wait for the answers of ranks that were polled to find which are alive.
+    """Wait for the answers of ranks that were polled to find which ranks are alive.
 
     Args:
-        platform: Receives the answers.
-        references: The polls, by rank.
+        platform: Fetches the answers from Ray.
+        references: Ray's references to the polling calls, by rank.
         num_others: Number of other ranks that are known to be alive.
         heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
 
     Returns:
-        The outcomes by rank, including unanswered outcomes of silent ranks.
+        The outcomes by rank. A rank that did not answer in time has an outcome with `answered=False`.
     """
     outcomes = {rank: Outcome(rank, answered=False) for rank in references}
     ranks = {reference: rank for rank, reference in references.items()}
@@ -168,9 +174,9 @@ def await_all(platform: Platform, references: Collection[Any], timeout_s: float)
     """Wait until all calls have ended, up to `timeout_s`. Time in which this process was stalled does not count.
 
     Args:
-        platform: Receives the answers.
-        references: The calls.
-        timeout_s: Longest time to wait.
+        platform: Polls the calls.
+        references: Ray's references to the calls.
+        timeout_s: Longest time to wait, in seconds.
     """
     own_time = OwnTime(platform.now)
     while own_time.look() < timeout_s:

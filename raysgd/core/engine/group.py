@@ -28,7 +28,7 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdow
 
 logger = logging.getLogger(__name__)
 
-_LATE_S = 2.0  # ranks that take longer are missing from the answers, but not killed
+_LATE_S = 2.0  # `ask_beside` omits the answers of ranks that take longer; they are not killed
 _POLL_S = 0.1
 _STUCK_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -110,8 +110,8 @@ class WorkerGroup:
             min_workers: Number of workers that must be ready before they are connected. Default: all.
 
         Returns:
-            What the replicas' `setup` returned, or the report of the step that failed. If the workers failed while they
-            connected or later, `renew` can continue with the survivors.
+            A report with what each replica's `setup` returned, or the report of the step that failed. If workers failed
+            while they connected or later, `renew` can continue with the survivors.
 
         Raises:
             ReservationTimeoutError: The resources were not granted in time.
@@ -147,13 +147,14 @@ class WorkerGroup:
             self._startup.watch_worker(worker)
         self._check_wanted()
         if slot_of_driver is not None:
-            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # remote workers have their copies
+            # Only now: the remote workers have received their copies of the connection without the driver's GPUs.
+            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())
 
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
-        """Run the user's hook and import the framework in all workers.
+        """Run the user's initialization hook and import the framework in all workers.
 
         Returns:
-            The `WorkerInfo` of each ready worker, or the report of the failure.
+            A report with the `WorkerInfo` of each ready worker, or the report of the failure.
         """
         num_workers = len(self.workers)
         placed = self._submit("describe", ranks=self.remote_ranks)  # answered even during the user's hook
@@ -185,7 +186,7 @@ class WorkerGroup:
         return GroupReport((*report.outcomes, *(Outcome(-1, each.info) for each in joining)))
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
-        """Wait until Ray has placed all actors. Inside an outer placement group, they may have to wait for resources.
+        """Wait until Ray has placed all actors. In an outer placement group, actors may have to wait for resources.
 
         Raises:
             ReservationTimeoutError: Some actors were not placed in time.
@@ -301,7 +302,7 @@ class WorkerGroup:
         return self._remote(rank).submit(method, *args, **kwargs)
 
     def _submit(self, method: str, *args: Any, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Call a method of these ranks' workers (default: all ranks). Return the calls by rank."""
+        """Start a method call on the workers of `ranks` (default: all ranks). Return the calls by rank."""
         asked = range(len(self.workers)) if ranks is None else ranks
         return {rank: self.workers[rank].submit(method, *args) for rank in asked}
 
@@ -317,7 +318,7 @@ class WorkerGroup:
             return GroupReport(tuple([call.run(rank) for rank, call in calls.items()]))
         remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
         listener = Listener(remote, self._spec.keeps_survivors, self._platform)
-        self._unanswered = remote  # kept if Ctrl-C ends the wait
+        self._unanswered = remote  # stays set if Ctrl-C ends the wait
         local = {rank: call for rank, call in calls.items() if rank not in remote}
         outcomes = self._gather_both(local, listener, on_wait) if local else listener.listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
@@ -338,7 +339,7 @@ class WorkerGroup:
         def listen() -> None:
             answers.update(listener.listen(on_wait))
             if self._must_kill(answers, is_local_done, listener.left_s(answers)):
-                self._kill_remote()  # including ranks that have answered
+                self._kill_remote()  # kills even ranks that have answered
                 answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
 
         join = self._platform.begin_thread(listen)
@@ -372,11 +373,14 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ during calls
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` in a rank's second thread, even during a call. Return the transfer."""
+        """Run `function(replica, *args)` in a rank's second thread, even during a call. Return a `Transfer`."""
         return self._platform.transfer(self.submit_beside(rank, function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` in a rank's third thread, where a slow result does not delay heartbeats."""
+        """Run `function(replica, *args)` in a rank's third thread and return the result's transfer.
+
+        Unlike in the second thread, sending a large result does not delay heartbeats.
+        """
         return self._platform.transfer(self.workers[rank].submit("send", function, *args))
 
     def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
@@ -395,7 +399,7 @@ class WorkerGroup:
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
     ) -> dict[int, Any]:
-        """Call `method` of these ranks' workers (default: all ranks), even during calls.
+        """Call `method` on the workers of `ranks` (default: all ranks), even while they run other calls.
 
         Returns:
             The answers that arrive in time, by rank.
@@ -424,7 +428,7 @@ class WorkerGroup:
     def share(self, value: Any) -> list[Any]:
         """Return `value` as an argument for each rank. Remote ranks get a reference to one stored copy."""
         stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
-        if stored.reference is None:  # also if `store` ran while the driver was the only worker
+        if stored.reference is None:  # even after `store`, if the driver was the only worker at that time
             stored = self.store(stored.value)
         return [stored.value if worker.is_local else stored.reference for worker in self.workers]
 
@@ -434,7 +438,7 @@ class WorkerGroup:
         """After a failed call, interrupt ranks that wait for lost ranks. Return the ranks that can still be used.
 
         Args:
-            report: The report of the call.
+            report: The outcomes of the failed call.
             tell_stuck: Called once if a live rank takes long to finish its work.
         """
         unanswered, self._unanswered = self._unanswered, {}
@@ -463,18 +467,18 @@ class WorkerGroup:
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
 
     def nodes_of(self, lost: Collection[int], infos: Sequence[WorkerInfo]) -> LostNodes | None:
-        """Describe the nodes of lost ranks, if all workers of those nodes were lost.
+        """Describe the nodes of lost ranks, if all workers on these nodes were lost.
 
         Args:
-            lost: The lost ranks.
-            infos: Where each rank ran, by rank.
+            lost: Ranks whose workers were lost.
+            infos: Node and process of each rank's worker, by rank, before the loss.
 
         Returns:
             The lost nodes. None if a lost rank's node still has workers or is the driver's node, or if some of the
             nodes are alive and each lost only one worker.
         """
         emptied = emptied_nodes(lost, infos)
-        if not emptied or self._platform.home in emptied:  # the driver's node is alive
+        if not emptied or self._platform.home in emptied:  # the driver's node must be alive, because this code runs
             return None
         addresses = tuple(emptied.values())
         if not self._platform.living_nodes() & emptied.keys():
@@ -498,7 +502,7 @@ class WorkerGroup:
         return self.stuck | {found.rank for found in outcomes if found.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """Interrupt the collectives of these ranks. Return the calls to remote ranks without waiting for them."""
+        """Interrupt collectives on `ranks`. Return the calls that do so on remote ranks, without waiting for them."""
         calls = self._submit("interrupt", ranks=ranks)
         for rank, call in [*calls.items()]:
             if isinstance(call, LocalCall):
@@ -552,7 +556,8 @@ class WorkerGroup:
             places: The new rank of each worker, survivors first. Default: 0, 1, 2 and so on in this order.
 
         Returns:
-            The replicas' facts, or the report of a failure, after which the group is unusable.
+            A report with what each replica's `regroup` returned, or the report of a failure, after which the group is
+            unusable.
         """
         self._give_places(survivors, joining, places)
         handover = handover.by_node(self.worlds)
@@ -583,7 +588,7 @@ class WorkerGroup:
             captures: True to copy the replicas' state after `setup`.
 
         Returns:
-            What `setup` returned, or the report of a failure, after which the group is unusable.
+            A report with what each `setup` returned, or the report of a failure, after which the group is unusable.
         """
         self._look_after(joining)
         self._give_places(survivors, joining)
@@ -599,7 +604,7 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------------- end
 
     def interrupt(self) -> None:
-        """Break the group: interrupt the collectives of all ranks."""
+        """Interrupt the collectives of all ranks. The group cannot be used after that."""
         self._interrupt(range(len(self.workers)))
 
     def kill_rank(self, rank: int) -> None:
@@ -608,7 +613,7 @@ class WorkerGroup:
         self._platform.kill_process(self.infos[rank])
 
     def kill_workers(self) -> None:
-        """Kill the workers, so that the thread that starts or uses the group returns. Called from another thread."""
+        """Kill the workers from another thread, so that the thread that starts or uses the group returns."""
         self._is_cancelled = True
         self.standby.cancel()
         self._kill_remote()
@@ -655,7 +660,7 @@ class WorkerGroup:
 
 
 def _nothing() -> None:
-    """Do nothing. A worker runs this after its current call, which shows when that call is done."""
+    """Do nothing. A worker runs this after its current call, so the answer shows that the current call has ended."""
 
 
 class GroupHooks:
@@ -674,7 +679,7 @@ class GroupHooks:
         return None
 
     def on_change(self, group: WorkerGroup) -> None:
-        """Called after the group's members or ranks have changed in place. Workers that stayed keep their state."""
+        """Called after the group's members or ranks changed without a restart. Workers that stay keep their state."""
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
         """Called after a call has failed, before all workers restart."""

@@ -1,7 +1,7 @@
 """Lets workers outlive their controller's process, and lets a later process find and use them.
 
-Only a detached trainer has a `Keeper`. It stores the group and the number of calls that change the state. Each worker
-stores the number of its last such call and its reply to that call.
+Only a detached trainer has a `Keeper`. It stores the worker group and counts the calls that change the training state.
+Each worker stores the number of its last state-changing call and its reply to that call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class CallNumber:
     """Identifies a call. A worker that receives the same number twice runs the call once and repeats its reply.
 
     Attributes:
-        call: Number of calls that change the state, up to and including this call.
-        attempt: Number of earlier attempts.
+        call: Number of calls that change the training state, up to and including this call.
+        attempt: Number of earlier attempts at this call.
         is_resumed: True if the attempt resumes an interrupted call.
         function: Name of the call's function.
     """
@@ -35,11 +35,11 @@ class CallNumber:
 
 @dataclass(frozen=True)
 class KeptGroup:
-    """What a later process needs to adopt a group.
+    """What a later process needs to adopt a worker group.
 
     Attributes:
-        workers: The driver's handles, by rank.
-        infos: Node, process and GPUs of each worker, by rank.
+        workers: The driver's handles to the workers, by rank.
+        infos: The `WorkerInfo` (node, process and GPUs) of each worker, by rank.
         slots: The group's `Slots`.
         facts: What the replicas' `setup` returned, by rank.
     """
@@ -59,7 +59,8 @@ class Keeper:
 
     Attributes:
         num_calls: Number of state-changing calls that were started.
-        found: The newest call number found on the adopted workers. None if there is none.
+        found: The newest call number found on the adopted workers. None if they have none, or once `number` has used
+            it.
     """
 
     def __init__(self, trainer: str, write: Callable[[bytes], object]) -> None:
@@ -73,7 +74,7 @@ class Keeper:
         return {"lifetime": "detached", "namespace": NAMESPACE, "name": f"{_prefix(self._trainer)}{uuid.uuid4().hex}"}
 
     def keep_group(self, group: KeptGroup) -> None:
-        """Save the group."""
+        """Save the group for a later process."""
         from ray import cloudpickle
 
         self._write(cloudpickle.dumps(group))
@@ -85,7 +86,7 @@ class Keeper:
     def find(self) -> KeptGroup | None:
         """Return the group that the previous process saved, and kill the trainer's other workers.
 
-        Return None if there is no such group. Later calls also return None.
+        Return None if no group was saved. Later calls also return None.
         """
         kept, self._group = self._group, None
         if kept is None:
@@ -97,7 +98,7 @@ class Keeper:
     def number(self, call: Any) -> CallNumber | None:
         """Return the number for a call that is about to start, or None if the call does not change the state.
 
-        If the previous process died during the same call, return the number that the workers have.
+        If the previous process died during the same call, return the number that the workers stored for it.
         """
         if not call.changes_state:
             return None
@@ -128,11 +129,11 @@ _KEEPER: Keeper | None = None
 
 
 def keep(keeper: Keeper) -> None:
-    """Make workers that this process starts outlive it."""
+    """Set this process's keeper. Workers started from now on outlive the process."""
     global _KEEPER
     _KEEPER = keeper
 
 
 def keeper() -> Keeper | None:
-    """Return this process's keeper, or None if its workers end with it."""
+    """Return this process's keeper, or None if its workers end together with the process."""
     return _KEEPER

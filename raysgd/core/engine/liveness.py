@@ -1,6 +1,6 @@
-"""Liveness checks: open polls of workers, and how long to wait for workers that do not answer.
+"""Liveness checks: unanswered polls of workers, and how long to wait for workers that do not answer.
 
-A live worker answers a poll even while it works, mostly at once. But a machine may stall for seconds, and the answers
+A live worker usually answers a poll at once, even while it works. But a machine may stall for seconds, and the answers
 of thousands of workers take seconds to arrive. So no fixed timeout identifies dead workers.
 
 ADR 9 explains why silence is measured relative to the workers that answer.
@@ -18,10 +18,11 @@ _LONGEST_GAP_S = 1.0
 
 
 class OwnTime:
-    """Counts seconds since its creation, excluding time in which this process was stalled. Read it often.
+    """A clock that counts seconds since its creation, excluding time in which this process was stalled.
 
-    It is used for the deadlines of other processes. If this process is suspended (SIGSTOP) or its machine stalls, the
-    other processes may have stalled, too, so the time must not count against them.
+    It is used for deadlines that other processes must meet. If this process is suspended (SIGSTOP) or its machine
+    stalls, the other processes may have stalled, too, so the time must not count against them. Call `look` often: a
+    long gap between two calls counts as a stall.
 
     Args:
         now: Clock, in seconds.
@@ -49,12 +50,12 @@ _TIMES_TYPICAL = 10
 
 
 def quiet_s(heartbeat_s: float) -> float:
-    """Return the time without any answer after which missing ranks count as silent."""
+    """Return the time without any answer, in seconds, after which ranks that have not answered count as silent."""
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
 def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_others: int, heartbeat_s: float) -> float:
-    """Return how long to wait for missing ranks, counted from the poll.
+    """Return for how many seconds after a poll to wait for ranks that have not answered.
 
     While answers arrive, the wait continues. It ends once no answer has arrived for a while and the missing ranks have
     taken many times as long as a typical rank. If most ranks are missing, they are probably just slow. Then no rank
@@ -79,16 +80,18 @@ KeyT = TypeVar("KeyT")
 
 _ROUND_S = 1.0
 _ROUNDS_PER_HEARTBEAT = 3  # with `heartbeat_s=30`, polling 1,000 ranks stays below `_SHARE`
-_QUESTION_S = 0.0005  # driver's time for one poll and its answer
+_QUESTION_S = 0.0005  # time that one poll and its answer cost the driver
 _SHARE = 0.05  # polling may take at most this fraction of the driver's time
 
 
 class LivenessCheck(Generic[KeyT]):
-    """Tracks open polls of workers. Time in which this process was stalled does not count against workers.
+    """Tracks unanswered polls of workers. Time in which this process was stalled does not count against workers.
+
+    Workers are identified by keys, such as their ranks.
 
     Args:
         heartbeat_s: A worker that does not answer for this many seconds is silent.
-        poll: Returns the current outcome of a poll, given the worker's key and the call.
+        poll: Returns the current outcome of a poll, given the worker's key and the remote call.
         now: Clock, in seconds.
     """
 
@@ -97,11 +100,14 @@ class LivenessCheck(Generic[KeyT]):
         self._asked: dict[KeyT, tuple[Any, float]] = {}
 
     def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
-        """Return the time between two rounds of polls: `wanted_s`, or more for many workers, within limits."""
+        """Return the seconds between two rounds of polls: `wanted_s`, or more if there are many workers.
+
+        At least three rounds fit into `heartbeat_s`.
+        """
         return min(max(wanted_s, num_keys * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
 
     def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Any]) -> None:
-        """Poll all workers that have no open poll."""
+        """Poll the workers `keys`, except those with an unanswered poll. `submit` starts the remote call for a key."""
         for key in keys:
             if key not in self._asked:
                 self._asked[key] = submit(key), self._own_time.look()
@@ -110,8 +116,8 @@ class LivenessCheck(Generic[KeyT]):
         """Check which workers have answered since the last check.
 
         Returns:
-            The workers that have answered with their outcomes, and the silent workers with their seconds of silence.
-            Both no longer have an open poll.
+            The workers that have answered, each with its outcome, and the silent workers, each with its seconds of
+            silence. The next `ask` polls both again.
         """
         now = self._own_time.look()
         answers, silent = list[tuple[KeyT, Outcome]](), list[tuple[KeyT, float]]()

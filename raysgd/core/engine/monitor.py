@@ -1,7 +1,7 @@
-"""Watches a running call: heartbeats, mid-call snapshots, and stops at a step to change the group.
+"""Watches a running call: requests heartbeats, collects mid-call snapshots, and stops ranks when the group must change.
 
-The driver calls `poll` about ten times a second while it waits for the call. Once per round, `poll` requests a
-heartbeat from the second thread of each worker. A call that is shorter than a round is not slowed down.
+The driver calls `poll` about ten times a second while it waits for the call. Once per round of about a second, `poll`
+requests a heartbeat from the second thread of each worker. A call that is shorter than a round is not slowed down.
 
 ADR 11 explains why all ranks agree on a step before they stop.
 """
@@ -26,7 +26,7 @@ _FASTEST_ROUND_S = 0.25  # used if there are mid-call snapshots or if workers ar
 _FIRST_ROUND_S = 0.2  # the first round of a call is early, because most calls are short
 _POLL_S = 0.2
 _MOST_STACKS = 8
-_REPORT_S = 1.0  # how long to wait for answers; the report lists ranks without one
+_REPORT_S = 1.0  # how long to wait for stacks and heartbeats; the report lists ranks that do not answer in time
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
@@ -37,25 +37,25 @@ LEFT = "the call is left"
 
 
 class Monitor:
-    """Watches the calls of a trainer one after the other, and changes of the group between calls.
+    """Watches the calls of a trainer one after the other, and changes to the group between calls.
 
     Args:
-        lifecycle: Holds the group.
+        lifecycle: Holds the worker group.
         is_of_restore: True if the monitor watches only restores. It then takes no snapshots, because a snapshot taken
             during a restore would seem to cover all calls that are being repeated.
 
     Attributes:
-        is_on: True while a call or a change is watched. Callers set it to False once nothing runs.
+        is_on: True while a call or a change to the group is watched. Callers set it to False once nothing runs.
         heartbeats: The last heartbeat of each rank in the current call or change.
         reason: Why the ranks were asked to stop at a step.
-        is_leaving: True if the ranks were asked to stop so that the call can be left.
+        is_leaving: True if the ranks were asked to stop so that the call ends early.
         observer: Called about once a second during a call, and once after a call raised an error. May be None.
     """
 
     def __init__(self, lifecycle: Lifecycle, *, is_of_restore: bool = False) -> None:
         self._lifecycle, self._snapshots = lifecycle, lifecycle.snapshots
         self._is_of_restore = is_of_restore
-        self._num_holds = 0  # number of the last proposed stop inside a call
+        self._num_holds = 0  # number of the last proposal to stop at a step
         self._once = Once()
         self.observer: Callable[[], None] | None = None
         self.watch()
@@ -73,7 +73,7 @@ class Monitor:
         self._snapshot = 0  # number of the newest mid-call snapshot that was taken
         self._infos: object = None
         self._expect_no_answers()
-        # A small group gets its first round early. A large group is busy when it starts or recovers.
+        # In a small group, the first round is early. A large group is busy when it starts or recovers.
         first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
         is_soon = of_call and first_s <= _FIRST_ROUND_S
         self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
@@ -85,7 +85,7 @@ class Monitor:
             self._lifecycle.let_step_in()
 
     def go_on(self) -> None:
-        """Start watching a recovery or change after the call. Keep the call's last heartbeats for reports."""
+        """Start watching the recovery or group change that follows a call. Keep the call's heartbeats for reports."""
         if self.is_on:
             before = self.heartbeats
             self.watch()
@@ -102,7 +102,7 @@ class Monitor:
         if self._leaves is not None and self._leaves():
             self.hold_to_leave()
             self._liveness.rest()
-            return  # nothing else matters now, and Ray may be shutting down: a request could take a minute
+            return  # skip the rest: Ray may be shutting down, and then a request could take a minute
         now = self._lifecycle.now()
         if now >= self._next_round:
             self._next_round = now + self._next_round_s()
@@ -164,7 +164,7 @@ class Monitor:
 
     def _listen(self) -> None:
         infos = self._lifecycle.group.infos if self._lifecycle.group is not None else None
-        if infos is not self._infos:  # the group changed: drop questions to replaced workers
+        if infos is not self._infos:  # the group changed: discard unanswered polls of replaced workers
             self._infos = infos
             self._expect_no_answers()
         answers, silent = self._liveness.poll()
@@ -206,12 +206,12 @@ class Monitor:
         return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
 
     def _kill_hung(self, silent: Mapping[int, float]) -> None:
-        """Kill ranks that do not respond, so that their call fails like that of any dead worker."""
+        """Kill ranks that do not respond. Their call then fails as after any death of a worker."""
         group = self._lifecycle.running
         silent_s = max(silent.values())
         cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
         logger.warning("%s\n%s", cause, self._report())
-        if group.is_ended:  # by a second Ctrl-C while the report was collected
+        if group.is_ended:  # a second Ctrl-C ended the group while the report was collected
             return
         self._lifecycle.history.record("hung", len(group), len(group), silent_s, cause)
         for rank in silent:
@@ -223,7 +223,7 @@ class Monitor:
             logger.warning("workers are not stopping:\n%s", self._report())
 
     def _report(self) -> str:
-        """Return the last step and the current stack of each rank. Ranks with the same ones are shown together."""
+        """Return the last step and the current stack of each rank. Ranks in the same place are shown together."""
         group = self._lifecycle.group
         if group is None:
             return "there is no group"
@@ -236,7 +236,7 @@ class Monitor:
         return shown_together(alike)
 
     def _look_for_snapshot(self) -> None:
-        """Collect the newest mid-call snapshot that all ranks have, unless another snapshot is in transit."""
+        """Collect the newest snapshot that all ranks have taken during the call, unless another is in transit."""
         group = self._lifecycle.group
         if group is None or len(self.heartbeats) < len(group):
             return
@@ -260,7 +260,7 @@ class Monitor:
     # ------------------------------------------------------------------------------------ stops inside a call
 
     def _hold_where_due(self) -> None:
-        """Stop the running call at a step boundary if workers must leave or can join."""
+        """Stop the running call between two steps if workers must leave or can join."""
         lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
         if group is None or self._is_holding:
             return
@@ -275,7 +275,7 @@ class Monitor:
         is_due = now >= self._next_growth
         if is_due:
             self._next_growth = now + check_s
-        if not lifecycle.spec.regroups:  # such a group can only grow by a restart
+        if not lifecycle.spec.regroups:  # replicas that cannot regroup can only be restarted as a larger group
             if is_due and lifecycle.find_room():
                 self._agree(group, ROOM)
             return
@@ -288,7 +288,7 @@ class Monitor:
                 self._agree(group, ROOM)
 
     def hold_to_leave(self) -> None:
-        """If the call should be left, propose that all ranks stop at an upcoming step."""
+        """If the call should end early, propose that all ranks stop at an upcoming step."""
         group = self._lifecycle.group
         if self._leaves is None or group is None or self._is_holding or not self._leaves():
             return
@@ -302,7 +302,7 @@ class Monitor:
         return any(each.step > 0 for each in self.heartbeats.values())
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
-        """Agree with all ranks on a step to stop at. If a rank is past it, the next round proposes a later step."""
+        """Agree with all ranks on a step to stop at. If a rank has passed it, the next round proposes a later step."""
         self.reason = reason
         margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
         self._num_holds += 1
@@ -319,7 +319,7 @@ class Monitor:
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
     def settle_last_hold(self) -> None:
-        """Settle a proposal that a killed driver may have left open, because ranks would wait for the answer forever.
+        """Settle a proposal to stop that a killed driver may have left open. Ranks would wait for its outcome forever.
 
         If one rank has been told to stop, all ranks must stop.
         """
@@ -337,10 +337,10 @@ def _place(heartbeat: Heartbeat | None) -> str:
 
 
 def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
-    """Return a report of the texts that the fewest ranks share, because the other ranks usually wait for these ranks.
+    """Return a report of where ranks are. Show the rarest places, because the other ranks usually wait for ranks there.
 
     Args:
-        alike: The ranks that share a text, by text.
+        alike: For each description of a place (step and stack), the ranks that are there.
     """
     few = sorted(alike.items(), key=lambda item: len(item[1]))[:_MOST_STACKS]
     lines = [f"{named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]

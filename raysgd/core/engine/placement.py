@@ -38,7 +38,7 @@ _LOOK_S = 0.5
 _CLOSE_S = 5.0
 _SLICE_S = 1.0
 _CONNECT_S = 5.0
-_TELL_S = 5.0  # an idle cluster grants a reservation within a second
+_TELL_S = 5.0  # after this wait, log what is missing; an idle cluster grants a reservation within a second
 _BUNDLE = "bundle_group_"
 _CANNOT_GROW = (
     "No node will join: Ray was started for this program alone. To use a cluster, run the program on one of its "
@@ -55,21 +55,21 @@ def _ray() -> Any:
 
 
 def ensure_ray() -> None:
-    """Connect to the cluster of RAY_ADDRESS or of this machine. If there is none, start a single-node cluster."""
+    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine, or start a single-node cluster."""
     ray = _ray()
     prepare_to_use_ray()
     if not ray.is_initialized():
         logger.info("Ray is not initialized: using the cluster of RAY_ADDRESS or of this machine, or starting one")
         init_ray(include_dashboard=False)
-        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # it started the cluster
+        if not is_ray_client() and ray.get_runtime_context().worker.node.is_head():  # `init_ray` started the cluster
             _started.add(session())
     _quiet_ray()
 
 
 def init_ray(**options: Any) -> None:
-    """Call `ray.init`, with this user's token if there is one.
+    """Call `ray.init`, with the authentication token of this user if there is one.
 
-    Without `RAY_AUTH_MODE`, Ray itself reads the file `~/.ray/auth_token` only when it starts a cluster.
+    Unless `RAY_AUTH_MODE` is set, Ray itself reads the token file `~/.ray/auth_token` only when it starts a cluster.
 
     Raises:
         ConnectionError: Nothing answers at the address. Ray itself would keep trying for minutes.
@@ -92,7 +92,7 @@ def _check_address(address: str) -> None:
 
 
 def _connection_error(address: str, timeout_s: float) -> OSError | None:
-    """Return the error of connecting to `host:port`. None if it works, or if the address is a word like "auto"."""
+    """Try to connect to `host:port` and return the error. None if it works or the address is a word like "auto"."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return None
@@ -106,7 +106,7 @@ def _connection_error(address: str, timeout_s: float) -> OSError | None:
 def _use_token() -> None:
     setup = "ray._private.authentication.authentication_token_setup"
     enable = find_name(f"{setup}:maybe_enable_token_auth_if_token_available")
-    with suppress(TypeError):  # older versions have no tokens, or other arguments
+    with suppress(TypeError):  # in older versions of Ray, the function is missing or takes other arguments
         enable(warn_if_disabled=False)
 
 
@@ -117,14 +117,14 @@ _noted: set[tuple[str, str]] = set()
 
 
 def note_processes(infos: Iterable[WorkerInfo]) -> None:
-    """Record worker processes, so that Ray's messages about their deaths are hidden. raysgd logs its own line."""
+    """Record worker processes, so that Ray's messages about their deaths are hidden. raysgd logs a line instead."""
     _noted.update((info.node_id, str(info.pid)) for info in infos)
 
 
 def _quiet_ray() -> None:
-    """Hide the 1,200 characters that Ray prints for each lost worker, even with `log_to_driver=False`.
+    """Hide the message of 1,200 characters that Ray prints for each lost worker, even with `log_to_driver=False`.
 
-    The function that prints them is private. If it is missing, nothing is hidden.
+    Ray's function that prints the message is private. If it is missing, nothing is hidden.
     """
     show = find_name("ray._private.worker:print_to_stdstream")
     if show is None or hasattr(show, "__wrapped__"):
@@ -152,7 +152,7 @@ def session() -> Any:
 
 
 def _is_gone(address: str) -> bool:
-    """Return True if the cluster's head at this address refuses connections. A busy head does not."""
+    """Return True if the cluster's head node at this address refuses connections. A busy head node accepts them."""
     return isinstance(_connection_error(address, _SLICE_S), ConnectionRefusedError)
 
 
@@ -168,7 +168,7 @@ def num_gpus() -> float:
 
 
 def outer_group() -> Any:
-    """Return this process's placement group if it captures child tasks, or None."""
+    """Return the placement group that this process runs in, if Ray also places child tasks in it. Otherwise None."""
     ray = _ray()
     captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
     return ray.util.get_current_placement_group() if captures else None
@@ -182,7 +182,7 @@ def living_nodes() -> frozenset[str]:
 def cluster_view() -> ClusterView:
     """Return the live nodes with their total and free resources, and the placement groups.
 
-    Inside an existing placement group, return only that group's bundles, each as a node.
+    If this process runs in a placement group, as in a Tune trial, return only that group's bundles, each as a node.
     """
     ray = _ray()
     outer = outer_group()
@@ -210,7 +210,7 @@ def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
     """Return True if a removed placement group still holds resources of a node.
 
     Ray lists a group as removed as soon as its removal is requested. Its resources become free later, on a busy machine
-    after seconds. At that moment, its bundles also disappear from the node's resources.
+    after seconds. Only then do its bundles disappear from the node's resources.
 
     Args:
         free: The node's free resources, including Ray's entries for bundles.
@@ -220,7 +220,10 @@ def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
 
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
-    """Return the free resources by node. Ray's public function returns only the sum, which is enough for one node."""
+    """Return the free resources by node. Empty for several nodes if Ray lacks a private function.
+
+    Ray's public function returns only the sum over all nodes.
+    """
     by_node = find_name("ray._private.state:available_resources_per_node")
     if by_node is not None:
         return dict(by_node())
@@ -229,13 +232,13 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def _placement_groups() -> dict[str, Any]:
-    """Return Ray's entries of the placement groups that are not removed, by ID."""
+    """Return Ray's table entries for the placement groups that are not removed, by ID."""
     table = _ray().util.placement_group_table()
     return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
 
 
 def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Return the resources without Ray's internal entries."""
+    """Return the resource amounts without Ray's internal entries."""
     hidden = ("node:", "object_store_memory")
     return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
 
@@ -246,7 +249,7 @@ def draining_nodes() -> frozenset[str]:
 
 
 def drain_deadlines() -> dict[str, int]:
-    """Return each draining node's deadline by ID, in milliseconds of Unix time. 0 if the deadline is unknown.
+    """Return the deadlines of draining nodes by node ID, in milliseconds of Unix time. 0 for an unknown deadline.
 
     The query is private to Ray. If Ray lacks it, the result is empty.
     """
@@ -255,7 +258,7 @@ def drain_deadlines() -> dict[str, int]:
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
-    """Return a table for error messages: the requested resources, the cluster's resources, and what holds them."""
+    """Return a table for error messages: the requested resources, each node's resources, and what uses them."""
     where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
     lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
     hidden = {"memory"} - need.bundle().keys()  # Ray lists memory, but few programs request it
@@ -277,7 +280,10 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 
 
 def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
-    """Return why `num_workers` never fit on these nodes, and what to request instead. None if they can fit."""
+    """Return an error message if `num_workers` cannot fit even on idle nodes, otherwise None.
+
+    The message says what to request instead.
+    """
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
         return None
@@ -291,14 +297,14 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView, words: F
 
 
 def _state_of(group: Any) -> str:
-    """Return a placement group's state, such as CREATED. Unlike `wait(0)`, this waits for Ray's answer."""
+    """Return a placement group's state, such as CREATED. Unlike `group.wait(0)`, this waits for Ray's answer."""
     return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
 
 
 class Reservation:
-    """A reservation of the resources of several workers. They are granted all together or not at all.
+    """A reservation of the resources for several workers. They are granted all together or not at all.
 
-    Inside an existing placement group, such as that of a Tune trial, the workers use that group, and `close` does not
+    Inside an existing placement group, for example in a Tune trial, the workers use that group, and `close` does not
     remove it.
 
     Args:
@@ -306,9 +312,9 @@ class Reservation:
         num_workers: Number of workers.
         has_driver: True if the first worker is this process. Its GPUs are then reserved on this node.
         packs: True to place workers on as few nodes as possible. False to spread them over as many as possible.
-        within: The placement group to use: "default" for this process's placement group if it captures child tasks, a
-            placement group, or None for none.
-        words: Sentences of the front end for errors.
+        within: The existing placement group to use. "default" uses the group that this process runs in if it captures
+            child tasks. None uses no existing group.
+        words: Front-end-specific wording for error messages.
     """
 
     def __init__(
@@ -343,7 +349,7 @@ class Reservation:
 
     @property
     def is_own(self) -> bool:
-        """True if the reservation has its own placement group, so that the workers' actors start at once."""
+        """True if this reservation created a placement group, so that actors start at once after the grant."""
         return self._own is not None
 
     def is_granted(self) -> bool:
@@ -372,14 +378,15 @@ class Reservation:
         began = time.monotonic()
         words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
         waited_s = 0.0
-        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):  # takes whole seconds and blocks Ctrl-C
+        # Wait at most one second at a time, because Ray's `wait` takes whole seconds and blocks Ctrl-C.
+        while not self._is_ready(group, int(timeout_s - waited_s >= _SLICE_S)):
             time.sleep(_POLL_S)
             check()
             waited_s = time.monotonic() - began
             while words and waited_s >= words[-1][0]:
                 words.pop()[1](timeout_s)
             if waited_s >= timeout_s:
-                if self.is_granted():  # granted just now, if this process had stalled
+                if self.is_granted():  # if this process stalled, the grant may have arrived in the meantime
                     return
                 view = cluster_view()
                 reason = impossibility(self._need, self._num_workers, view, self._words)
@@ -421,8 +428,8 @@ class Reservation:
     def actor_options(self, index: int) -> dict[str, Any]:
         """Return Ray options that place an actor into bundle `index` of this reservation.
 
-        The actor's own tasks are placed like tasks of this process, because the actor fills the bundle. In a Tune
-        trial, that is the trial's placement group, which may have a bundle for them.
+        Tasks that the actor starts are not placed in the bundle, because the actor fills it. They are placed like tasks
+        of this process. In a Tune trial, that is in the trial's placement group, which may have a bundle for them.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -442,7 +449,7 @@ class Reservation:
         return options
 
     def nodes(self) -> list[str | None]:
-        """Return each bundle's node ID, or None if the node is lost. Ray moves bundles of lost nodes to other nodes."""
+        """Return the node ID of each bundle. None for a bundle on a lost node, until Ray moves it to another node."""
         ray, alive = _ray(), living_nodes()
         if self._own is None:
             return [next(iter(alive), None)] * self._num_workers
@@ -450,7 +457,7 @@ class Reservation:
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
     def gpus_of_driver(self) -> list[str]:
-        """Assign the first worker's GPUs to this process. Return their IDs.
+        """Assign the first worker's GPUs to this process, which is that worker. Return their IDs.
 
         Ray assigns GPUs only to actors and tasks, so an idle actor holds them until `close`. Inside an existing
         placement group, return no IDs, because that group's owner decides which GPUs this process may use.
@@ -466,8 +473,8 @@ class Reservation:
     def close(self, timeout_s: float) -> None:
         """Release the resources and wait until Ray confirms it. Log a warning if that takes longer than `timeout_s`.
 
-        Does not wait if the cluster's head is gone, for example after a signal to all processes of a program. Ray would
-        try to reach the head for a minute, and then kill this process.
+        If the cluster's head node is gone, for example after a signal to all processes of a program, do not wait: Ray
+        would try to reach the head node for a minute, and then kill this process.
         """
         if self._own is None:
             return
@@ -513,16 +520,19 @@ class _GPUHolder:
 
 
 def guard(name: str) -> Any:
-    """Start an actor that removes the placement group `name` when this process dies. None if Ray itself removes it.
+    """Start an actor that removes the placement group `name` when this process dies.
 
-    Start the actor before you create the group, so that the group is never unguarded. Kill the actor after you have
-    removed the group.
+    Start the actor before you create the group, so that the group never outlives this process. Kill the actor after you
+    have removed the group.
+
+    Returns:
+        The actor. None if Ray itself removes the group, or if Ray lacks the query that the actor needs.
     """
     import ray
 
     context = ray.get_runtime_context()
     maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
-    if not _is_alive(*maker):  # a driver, whose placement groups end with its job, or Ray lacks the query
+    if not _is_alive(*maker):  # Ray does not list drivers, whose groups end with their job; or Ray lacks the query
         return None
     return (
         ray.remote(ReservationGuard)
@@ -535,7 +545,8 @@ def _is_alive(maker: str, node_id: str | None) -> bool:
     """Return True if a process is alive. The queries are private to Ray. If Ray lacks them, return False.
 
     Args:
-        maker: ID of the worker process, or without `node_id`, ID of an actor. An actor that will be restarted is alive.
+        maker: With `node_id`, the ID of a worker process. Without it, the ID of an actor; an actor that Ray will
+            restart counts as alive.
         node_id: Node of the worker process.
     """
     actors, workers = find_name("ray._private.state:actors"), find_name("ray._private.state:workers")
@@ -580,7 +591,7 @@ class Slot:
 
 
 class Slots:
-    """A trainer's reservations, their free slots, and pending requests for more.
+    """A trainer's reservations, their free slots, and pending requests for more reservations.
 
     Args:
         reserve: Creates a reservation. Takes the number of workers, and True if the first worker is this process.
@@ -597,13 +608,13 @@ class Slots:
 
     @property
     def are_own(self) -> bool:
-        """True if all reservations have their own placement group, so that actors start at once."""
+        """True if every reservation created a placement group, so that actors start at once."""
         return all(reservation.is_own for reservation in self._reservations)
 
     def reserve(
         self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Reserve the resources of `count` more workers, all or none, and wait for them. Withdraw pending requests.
+        """Cancel pending requests, reserve the resources for `count` more workers, all or none, and wait for the grant.
 
         Raises:
             ReservationTimeoutError: The resources were not granted in time. Nothing stays reserved.
@@ -614,16 +625,20 @@ class Slots:
         self._add(reservation)
 
     def ask_up_to(self, max_workers: int, num_workers: int) -> None:
-        """Request resources for the workers missing from `max_workers`, so that an autoscaler starts nodes for them.
+        """Request resources for the workers that are missing to `max_workers`, so that an autoscaler starts nodes.
 
         Does not wait. `take_granted` adds granted requests to the free slots.
+
+        Args:
+            max_workers: Number of workers that the trainer wants.
+            num_workers: Number of workers that it has.
         """
         self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more slots than workers
 
     def _ask_for(self, count: int) -> None:
-        """Adjust the pending requests to `count` workers.
+        """Add or cancel pending requests until they are for `count` workers.
 
-        Each worker has a separate request, because one more worker is useful even without the others. See ADR 11.
+        Each request is for one worker, because one more worker is useful even if no others are granted. See ADR 11.
         """
         while len(self._asked) > max(0, count):
             self._asked.pop().close(_CLOSE_S)
@@ -634,7 +649,7 @@ class Slots:
             self._asked.append(reservation)
 
     def take_granted(self) -> None:
-        """Add requests that were granted to the reservations and their slots to the free slots."""
+        """Turn pending requests that were granted into reservations, and add their slots to the free slots."""
         for reservation in [each for each in self._asked if each.is_granted()]:
             self._asked.remove(reservation)
             self._add(reservation)
@@ -642,7 +657,7 @@ class Slots:
     def await_room(
         self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
     ) -> None:
-        """Wait until the resources of `count` workers can be granted, up to `timeout_s`.
+        """Wait until the resources for `count` workers can be granted, up to `timeout_s`.
 
         Nothing stays reserved. The caller then checks the free resources and decides how many workers to start.
         """
@@ -698,7 +713,7 @@ class Slots:
         self._free.append(slot)
 
     def close(self, timeout_s: float) -> None:
-        """Close all reservations and requests, even if Ctrl-C interrupts the wait for one of them."""
+        """Close all reservations and pending requests, even if Ctrl-C interrupts one of these steps."""
         reservations = [*self._reservations, *self._asked]
         self._reservations, self._asked, self._free = [], [], []
         with ExitStack() as closing:

@@ -24,8 +24,8 @@ from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, c
 from raysgd.core.private_names import find_name
 from raysgd.exceptions import WorkerFault
 
-_TOGETHER_S = 0.01  # short calls finish together, and one query for all is faster than a query for each
-_TOGETHER_S_EACH = 0.00005  # per call: with a query per answer, the driver's work would be quadratic
+_TOGETHER_S = 0.01  # first wait for all calls: short calls finish together, and one query for all is faster
+_TOGETHER_S_EACH = 0.00005  # additional wait per call: with a query per answer, the driver's work would be quadratic
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
@@ -81,7 +81,7 @@ class Platform:
         return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
 
     def kill_process(self, info: WorkerInfo) -> None:
-        """Kill a process on any node with SIGKILL, even if it is suspended. Does not wait."""
+        """Kill a process on any node with SIGKILL, even if it is suspended. Does not wait until it has ended."""
         if info.node_id == self.home:
             _sigkill(info.pid)
         else:
@@ -97,9 +97,9 @@ class Platform:
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
         """Wait up to `timeout_s` until at least one call has ended. Return the calls that have ended.
 
-        Answers often arrive together, and each query costs time, so this waits a moment for all calls first.
+        Answers often arrive together, and each query costs time, so the method first waits a moment for all calls.
         """
-        # `ray.get` is no alternative: if an exception is too large to be inlined, it waits for all other calls.
+        # `ray.get` cannot be used here: if an exception is too large to be inlined, it waits for all other calls.
         together_s = max(_TOGETHER_S, _TOGETHER_S_EACH * len(references))
         done = self.ready(references, together_s if timeout_s is None else min(together_s, timeout_s))
         if not done and (timeout_s is None or timeout_s > together_s):
@@ -125,7 +125,7 @@ class Platform:
             return Outcome(rank, answered=False)
         except WorkerFailed as carrier:  # Ray raises a subclass of `WorkerFailed`
             return Outcome(rank, failure=getattr(carrier, "cause", carrier).failure)
-        except ray.exceptions.RayTaskError as error:  # not described by the worker, or raised by Ray
+        except ray.exceptions.RayTaskError as error:  # an error that the worker did not wrap, or that Ray raised
             return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
         except ray.exceptions.RaySystemError as error:  # this process cannot unpickle the value
             return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))

@@ -1,4 +1,4 @@
-"""Decisions as pure functions: how many workers run, what caused a failure, what follows, and whose state survives.
+"""Decisions as pure functions: how many workers run, what caused a failure, how to recover, and whose state to copy.
 
 Each function takes facts and returns a decision. Nothing in this module sleeps, queries Ray or contacts a worker.
 """
@@ -45,7 +45,7 @@ _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 Decision = Literal["continue", "restart", "raise error", "give up"]
 """What to do after a failed call. "continue": the survivors form a new group and continue the call. "restart": all
-workers restore the last snapshot and run the call again. "raise error": raise the exception of user code. "give up":
+workers restore the last snapshot and run the call again. "raise error": raise the user code's exception. "give up":
 raise an error about the lost workers."""
 
 
@@ -55,7 +55,7 @@ class WaitForWorkers:
 
     Attributes:
         delay_s: Seconds to wait before the next attempt. None to give up.
-        reason: Why, as a message.
+        reason: Message that says how many workers fit.
     """
 
     delay_s: float | None
@@ -71,14 +71,14 @@ def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
 
 
 def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
-    """Return how many workers fit into the cluster: into its free resources, or with `free_only=False`, its total."""
+    """Return how many workers fit into the cluster's free resources, or with `free_only=False`, its total resources."""
     return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
 
 
 def cpus_that_fit(view: ClusterView, need: Resources, num_workers: int) -> float:
     """Return the most CPUs per worker with which `num_workers` fit into an otherwise empty cluster.
 
-    Only values below `need.num_cpus` are tried. Return 0 if none of them is enough.
+    Only values below `need.num_cpus` are tried. Return 0 if the workers do not fit with any of them.
     """
     of_nodes = {node.total.get("CPU", 0.0) for node in view.nodes}
     shares = {floor(100 * cpus / count) / 100 for cpus in of_nodes for count in range(1, num_workers + 1)}
@@ -92,8 +92,8 @@ class ScalingPolicy:
     """Decides how many workers to run.
 
     Attributes:
-        max_workers: Upper limit.
-        min_workers: Lower limit.
+        max_workers: Largest number of workers.
+        min_workers: Smallest number of workers.
         num_attempts: Number of attempts to find enough resources.
         first_delay_s: The first wait between attempts. Each wait is twice as long as the previous one, up to a minute.
         num_local: Number of workers that run in the driver. They fit even if no resources are free.
@@ -109,7 +109,7 @@ class ScalingPolicy:
         """Return how many workers to start with the free resources, or how long to wait for more resources.
 
         Args:
-            view: The cluster.
+            view: The cluster's nodes and their free resources.
             need: Resources of one worker.
             attempt: Index of this attempt, from 0.
         """
@@ -124,10 +124,10 @@ class ScalingPolicy:
         return WaitForWorkers(self.delay_s(attempt), reason)
 
     def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> int:
-        """Return how many more workers a new group could have than the current one.
+        """Return how many more workers a new group could have than the current group.
 
         Args:
-            view: The cluster.
+            view: The cluster's nodes and their free resources.
             need: Resources of one worker.
             num_workers: Size of the current group.
             num_reserved: Number of slots of the current group. The new group could use them, too.
@@ -135,22 +135,22 @@ class ScalingPolicy:
         return max(0, min(self.max_workers, num_reserved + capacity(view, need)) - num_workers)
 
     def delay_s(self, attempt: int) -> float:
-        """Return the wait before the next attempt. It doubles each time, up to a minute."""
+        """Return the seconds to wait after `attempt`, an index from 0. They double each time, up to a minute."""
         return min(_LONGEST_DELAY_S, self.first_delay_s * 2.0**attempt)
 
 
 Wait = bool | Literal["auto"]
-"""The user's choice: whether survivors wait for new workers. "auto": only if they cannot keep the global batch."""
+"""The user's choice of whether survivors wait for new workers. "auto": only if they cannot keep the global batch."""
 
 AUTO: Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True)
 class Resizing:
-    """When the number of workers changes.
+    """Rules for when the number of workers changes.
 
     Attributes:
-        check_s: How often a running call checks for free resources to grow. None to grow only between calls.
+        check_s: Seconds between checks for free resources during a call. None to grow only between calls.
         num_awaited: Survivors of a failure wait until there are this many workers.
         num_awaited_by_call: Before a call that can grow while it runs, the driver waits for this many workers.
         minds_memory: True if survivors that run out of memory in their first step then wait for new workers.
@@ -165,11 +165,11 @@ class Resizing:
 def resizing(
     wait: Wait, interval_s: float | None, keeps_global_batch: bool, max_workers: int, num_short: int = 0
 ) -> Resizing:
-    """Return when the number of workers changes.
+    """Return the rules for when the number of workers changes.
 
     Args:
-        wait: The user's choice whether survivors wait for new workers.
-        interval_s: How often a running call checks for free resources to grow. None for never.
+        wait: The user's choice of whether survivors wait for new workers.
+        interval_s: Seconds between checks for free resources during a call. None for no checks.
         keeps_global_batch: True if a step does not depend on the number of workers, so that survivors can continue
             without replacements.
         max_workers: Number of workers that the trainer wants.
@@ -190,9 +190,9 @@ class Diagnosis:
     Attributes:
         kind: "died" (a process or node died), "disconnected" (a connection was lost although no rank is known to be
             dead) or "user" (user code raised an exception).
-        faults: The faults of that kind, in rank order.
+        faults: The errors of that kind, in rank order.
         beside: Exceptions of user code in a call in which a worker also died. The death may have caused them, so they
-            are only reported.
+            are only mentioned in messages.
     """
 
     kind: FailureKind
@@ -208,7 +208,7 @@ def classify(report: GroupReport) -> Diagnosis:
     """Return the cause of a failed call.
 
     A death takes precedence, because it causes the survivors' errors. A user exception takes precedence over lost
-    connections, because its rank stops and so breaks the others' connections.
+    connections, because the rank that raised it stops, which breaks the other ranks' connections.
     """
     failures = [outcome.failure for outcome in report.outcomes if outcome.failure is not None]
     assert failures, "classify() needs a report with at least one failure"
@@ -232,7 +232,7 @@ def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
 
 
 def _lacks_memory(fault: WorkerFault) -> bool:
-    """Return True for an out-of-memory error. PyTorch may raise a `RuntimeError`, TensorFlow a class of its own."""
+    """Return True for an out-of-memory error, including PyTorch's `RuntimeError` and TensorFlow's exception class."""
     if isinstance(fault.error, MemoryError) or fault.type_name in _OF_MEMORY:
         return True
     is_runtime_error = isinstance(fault.error, RuntimeError) or fault.type_name == "RuntimeError"
@@ -267,7 +267,7 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | N
     """Return a short description of the cause, for logs and error messages.
 
     Args:
-        diagnosis: The cause.
+        diagnosis: The cause of the failed call.
         gone: All ranks that are known to be lost.
         nodes: Nodes that lost all their workers.
     """
@@ -308,12 +308,12 @@ def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:
 
 
 class RetryBudget:
-    """The retries for one call, or for several calls that form one piece of work.
+    """The retries for one call, or for several calls that share their retries.
 
-    Continuing in place is free after progress: at least one step of the call, and at least two steps since the
-    survivors last continued. Otherwise it costs a retry. It also costs a retry after a hang, because the code may hang
-    repeatedly. Survivors that completed no step since they last continued do not continue again: continuing itself may
-    have broken them.
+    Continuing in place with the survivors of a failure is free after progress: at least one step of the call, and at
+    least two steps since the survivors last continued. Otherwise it costs a retry. It also costs a retry after a hang,
+    because the code may hang repeatedly. Survivors that completed no step since they last continued do not continue
+    again: continuing itself may have broken them.
 
     Args:
         num_restarts: Number of retries, possibly infinite. With 0, the first failure ends the call, even if continuing
@@ -329,7 +329,7 @@ class RetryBudget:
         self.renew()
 
     def renew(self) -> None:
-        """Reset the budget for the next piece of work."""
+        """Reset the budget for the next call or series of calls."""
         self.num_spent = 0
         self.num_refused = 0
         self._continued_at: int | None = None  # steps of the call when survivors last continued; None after a restart
@@ -354,7 +354,8 @@ class RetryBudget:
     def _is_free(self, progress: int) -> bool:
         """Return True if continuing is free.
 
-        One step since the last time is not enough: code that fails at every step also completes one between failures.
+        A single step since the survivors last continued is not enough: code that fails at every step also completes one
+        step between two failures.
         """
         least = 1 if self._continued_at is None else self._continued_at + 2
         return progress >= least and not self._has_hung
@@ -374,7 +375,7 @@ class RetryBudget:
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Decides what follows a failed call. A call is retried after lost workers, and by default not after user errors.
+    """Decides what to do after a failed call. A call is retried after lost workers, by default not after user errors.
 
     Attributes:
         continues: True to continue with the survivors if possible.
@@ -394,10 +395,10 @@ class FailurePolicy:
 
 
 def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
-    """Return the index of the replica whose state the others copy, or None if the survivors cannot continue.
+    """Return the index of the replica whose state the other replicas copy, or None if the survivors cannot continue.
 
-    That is the most advanced replica whose state is of a completed step. A step that one replica has completed contains
-    the gradients of all ranks, even of lost ranks.
+    The source is the most advanced replica that is not in the middle of a step. A step that one replica has completed
+    includes the gradients of all ranks, even of lost ranks.
     """
     if any(report.obstacle for report in reports):
         return None

@@ -1,4 +1,4 @@
-"""Cleanup at the end of the program: it runs before Ray's exit hook and keeps Ray from starting again."""
+"""Cleanup when the program exits. Runs before Ray's exit hook and prevents Ray from starting again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raysgd.exceptions import RaySGDError
 
 
 class ProgramEnd:
-    """Runs finalizers at the end of the program.
+    """Runs finalizers when the program exits.
 
     Attributes:
         has_begun: True if the program is ending.
@@ -28,7 +28,7 @@ class ProgramEnd:
         """Register `run` so that it runs before Ray's exit hook.
 
         Python runs the newest exit hook first, and Ray registers its hook when it is imported. Hooks that the program
-        registers later than `run` still find Ray and the trainers running.
+        registers later than `run` run earlier, while Ray and the trainers are still running.
         """
         if not self._is_before_ray:
             atexit.unregister(self.run)
@@ -36,7 +36,7 @@ class ProgramEnd:
             self._is_before_ray = "ray" in sys.modules
 
     def run(self) -> None:
-        """Run the remaining finalizers, newest first, even if some raise. Keep Ray from starting again."""
+        """Run the remaining finalizers, newest first, even if some raise. Prevent Ray from starting again."""
         self.has_begun = True
         auto_init = find_name("ray:_private.auto_init_hook") if "ray" in sys.modules else None
         if auto_init is not None:  # otherwise a call that still runs could start Ray again
@@ -68,7 +68,7 @@ def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def prepare_to_use_ray() -> None:
-    """Register the cleanup. Call this after Ray is imported and before it is started.
+    """Register the cleanup at program exit. Call this after Ray is imported and before it is started.
 
     Raises:
         RaySGDError: The program is ending.

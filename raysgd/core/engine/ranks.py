@@ -14,8 +14,8 @@ ItemT = TypeVar("ItemT")
 def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[int]:
     """Return the rank order of new workers as indices of `infos`: sorted by node, then by GPU.
 
-    Nodes stay in the order of their first appearance, and so do workers that share a GPU or have none. The ranks on a
-    node are therefore consecutive, wherever the cluster placed the workers.
+    Nodes keep the order of their first appearance, and so do workers that share a GPU or have none. The ranks on a node
+    are therefore consecutive, no matter where the cluster placed the workers.
 
     Args:
         infos: Node and GPUs of each worker.
@@ -31,7 +31,7 @@ def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[
 
 
 def assign(infos: Sequence[WorkerInfo]) -> list[World]:
-    """Return the `World` of each worker. Ranks follow the order of `infos`. Local ranks count from 0 on each node."""
+    """Return the `World` (rank, group size, local rank) of each worker. Ranks follow the order of `infos`."""
     seen: Counter[str] = Counter()
     sizes = Counter(info.node_id for info in infos)
     node_ranks = _numbered_nodes(infos)
@@ -73,7 +73,7 @@ def places(ranks: Sequence[int], num_workers: int) -> list[int]:
 
 
 def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
-    """Sort items by their ranks `places`. If `places` is empty, return the items unchanged.
+    """Sort items by their ranks, given in `places`. If `places` is empty, return the items in the given order.
 
     >>> in_places(["a", "b", "c"], [0, 2, 1])
     ['a', 'c', 'b']
@@ -85,12 +85,12 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
     """Return, by rank, the partner rank on another node that stores a copy of the rank's shard.
 
     Each node's copies go to the next node, in a ring, so that no node stores many more copies than it sends. Ranks
-    without a partner are left out: their shards go to the driver.
+    without a partner are omitted: their shards go to the driver.
 
     Args:
         infos: Node of each worker.
-        home: The driver's node. Its ranks, and ranks whose next node it is, have no partner, because the driver stores
-            their shards.
+        home: The driver's node. Ranks on this node and on the node before it in the ring have no partner, because the
+            driver stores their shards.
     """
     on_node: dict[str, list[int]] = {}
     for rank, info in enumerate(infos):

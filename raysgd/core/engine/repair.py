@@ -1,13 +1,13 @@
 """Recovery: what happens after workers fail.
 
-`GroupRepair.recover` is the entry point. It tries these in order:
+`GroupRepair.recover` is the entry point. It tries these steps in order:
 
-1. The survivors form a new group in place, together with standby workers and new workers if there are any. ADR 9
-   explains why, and ADR 11 when survivors wait for new workers.
+1. The survivors continue in place: they keep their processes and form a new group, together with standby workers and
+   new workers if there are any. ADR 9 explains why, and ADR 11 when survivors wait for new workers.
 2. All ranks restore the last snapshot: in rebuilt replicas in the remaining processes, or in new workers.
 3. The failure is raised.
 
-The first also lets workers leave or join between two steps or calls when nothing has failed.
+Step 1 also lets workers leave or join between two training steps or calls when nothing has failed.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ logger = logging.getLogger(__name__)
 
 STANDBY_WAIT_S = 30.0  # longest wait of survivors for new workers, which can also join later
 _AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example for a file
-_REBUILD_RESERVATION_S = 10.0  # free resources are granted at once, unless another program took them
+_REBUILD_RESERVATION_S = 10.0  # timeout for resources that were seen free: Ray grants them at once or they were taken
 
 
 class CannotForm(Exception):
     """The ranks cannot form a new group, so only a restart is left.
 
     Args:
-        reason: The reason as a message. Empty if no rank is left.
-        staying: The ranks that are left.
+        reason: Message that says why. Empty if no rank is left.
+        staying: The ranks that are still usable.
         is_failure: True if workers failed even though no rank is missing from `staying`.
     """
 
@@ -104,21 +104,23 @@ class NextGroup:
 
 @dataclass(frozen=True)
 class GroupChange:
-    """A request to change the group in place.
+    """A request to change the group in place, which means that workers that stay keep their processes.
 
     Attributes:
-        kind: Kind of the event in the history. If ranks are lost, "continued" is recorded instead.
-        cause: Returns the reason as a message, given the lost ranks.
-        staying: Ranks that should stay.
+        kind: Kind of event to record in the history. If ranks are lost, "continued" is recorded instead.
+        cause: Returns a message with the reason, given the lost ranks.
+        staying: Ranks that should stay in the group.
         began: Time at which the change began.
-        num_awaited: Wait for starting workers until the group has this many. 0 waits only to reach `min_workers`.
+        num_awaited: Wait for starting workers until the group has this many members. 0 waits only to reach
+            `min_workers`.
         budget: The retries that the change may use. None if it costs no retry.
         leaving: Ranks that leave without having failed.
-        orphans: Progress of the leaving ranks.
-        wait_s: Longest time to wait for starting workers.
-        goes_on: True if the ranks that stay continue with their current state.
-        only_copies: True if the group is formed only to copy its state. Then no worker joins, and any number of ranks
-            is enough.
+        orphans: Progress and metrics of the leaving ranks, which other ranks take over.
+        wait_s: Longest time to wait for starting workers, in seconds.
+        goes_on: True if the ranks that stay continue with their current state. False if all ranks will restore a
+            snapshot.
+        only_copies: True if the group is formed only to copy its state to the driver. Then no worker joins, and any
+            number of ranks is enough.
     """
 
     kind: EventKind
@@ -142,9 +144,9 @@ class GroupRepair:
     """Repairs the group of a trainer after a failure, or replaces it.
 
     Args:
-        lifecycle: Holds the group.
+        lifecycle: Holds the worker group.
         monitor: Watches the group during the recovery.
-        failures: Decides whether a failed call continues, restarts or raises.
+        failures: Policy that decides whether a failed call continues, restarts or raises.
         start_budget: Retries for workers that die while a group starts. Default: a few attempts for each start.
     """
 
@@ -167,7 +169,7 @@ class GroupRepair:
 
         Raises:
             WorkerError: User code raised an exception.
-            UnevenStepsError: The ranks did different things, so that some would wait for others forever.
+            UnevenStepsError: The ranks took different steps, so that some ranks would wait for other ranks forever.
             WorkersLostError: The retries are used up, or too few workers can be started.
         """
         self._lifecycle.check_active()
@@ -175,7 +177,7 @@ class GroupRepair:
         diagnosis = classify(report)
         told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
         if divergence := call.divergence(told):
-            self._monitor.await_snapshot()  # the previous call's, while its worker can still send it
+            self._monitor.await_snapshot()  # get the previous call's snapshot while its worker can still send it
             raise UnevenStepsError(divergence) from diagnosis.faults[0].error
         if self._went_on_in is call and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
@@ -207,7 +209,7 @@ class GroupRepair:
         return self._is_restored_inside
 
     def change_held(self, report: GroupReport) -> bool:
-        """Change the group while its ranks hold at a step. Return True if the call can resume where it stopped."""
+        """Change the group while its ranks wait at a step. Return True if the call can resume where it stopped."""
         self._lifecycle.check_active()
         reason = self._monitor.reason
         self._monitor.go_on()
@@ -218,7 +220,11 @@ class GroupRepair:
         return self._is_inside_after(self.change(leaving, reason, parts))
 
     def _is_inside_after(self, failed: NotInPlace | None) -> bool:
-        """Restart if a change without a retry failed. Return True if the call can resume where it was."""
+        """Restart the workers if a group change failed. Return True if the call can resume where it stopped.
+
+        Args:
+            failed: Why the change needs a restart. None if it succeeded.
+        """
         if failed is None:
             return True
         self._monitor.await_snapshot()
@@ -231,7 +237,7 @@ class GroupRepair:
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
     def _in_words(self, diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
-        """Return a description of why the current group failed. `gone` are ranks that are known to be lost."""
+        """Return a description of why the current group failed. `gone` lists further ranks known to be lost."""
         group, lost = self._lifecycle.running, {*gone, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
         return words(diagnosis, gone, group.nodes_of(lost, group.infos))
 
@@ -272,7 +278,7 @@ class GroupRepair:
             parted = "others were inside the call"
         elif call.keeps_alike and not group.is_driver_only and not self._has_failed_alike(report):
             parted = "others were elsewhere"
-            self._monitor.await_snapshot()  # the previous call's, while its worker can still send it
+            self._monitor.await_snapshot()  # get the previous call's snapshot while its worker can still send it
         else:
             return ""
         self.fetch_only_state(report)
@@ -299,7 +305,7 @@ class GroupRepair:
     def fetch_only_state(self, after: GroupReport | None = None) -> None:
         """If only the workers have the state, copy it to the driver before any worker is killed, even during a call.
 
-        If no worker has a complete state any more, log that and give the state up.
+        If no worker has a complete state any more, log a warning and give the state up.
 
         Args:
             after: The report of the failed call. None if ranks may still be inside a call.
@@ -314,7 +320,7 @@ class GroupRepair:
             group = lifecycle.running
             survivors = group.settle_any() if after is None else group.settle(after)
             while lifecycle.holds_only_state:
-                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a rank in a long step may finish it
+                self._fetch_from({*survivors, *group.stuck} - group.gone)  # a stuck rank may still finish a long step
                 survivors = list(range(len(group)))
             logger.info("fetched the state that only workers had: %s", self._snapshots.restored_from())
         except CannotForm as failed:
@@ -325,11 +331,12 @@ class GroupRepair:
             lifecycle.is_fetching = False
 
     def leave_with_survivors(self, report: GroupReport) -> list[Capture] | None:
-        """After a failure in a call that should be left, bring the survivors' state to the driver.
+        """After a failure in a call that should end early, copy the survivors' state to the driver.
 
         Returns:
-            Each survivor's capture. An empty list if the survivors formed a group that is not inside the call; that
-            group can then run the call. None if they could not form a group, or if user code raised an exception.
+            Each survivor's capture. An empty list if the survivors formed a group but their state is not from inside
+            the call; the group can then run the call. None if they could not form a group, or if user code raised an
+            exception.
         """
         if not self._spec.regroups or classify(report).kind == "user":
             return None
@@ -366,7 +373,7 @@ class GroupRepair:
         staying = [rank for rank in group.answering(sorted(living)) if group.workers[rank] not in newcomers]
         first = group.infos[0]
         self._try_to_make(GroupChange("ended", lambda gone: "", staying, now, 0, only_copies=True))
-        if group.infos[0] != first:  # rank 0 sends the snapshots, and it was lost
+        if group.infos[0] != first:  # rank 0, which sends the snapshots, was lost
             self._snapshots.drop_incoming()
         everyone = dict.fromkeys(range(len(group)), ())
         report = group.on_replica(replica.capture_here, everyone, on_wait=self._monitor.poll)
@@ -389,7 +396,7 @@ class GroupRepair:
         lifecycle, group = self._lifecycle, self._lifecycle.running
         began = lifecycle.now()
         survivors = self._settled(report, self._monitor.tell_stuck)
-        if group.stuck and classify(report).kind == "disconnected":  # if a rank died, the stuck ranks are only slow
+        if group.stuck and classify(report).kind == "disconnected":  # otherwise a rank died; stuck ranks are just slow
             budget.note_hang()
         verb = "does" if len(group.silent) == 1 else "do"
         silent = f"; {named(group.silent)} {verb} not answer any more" if group.silent else ""
@@ -410,7 +417,7 @@ class GroupRepair:
         return survivors
 
     def _is_short_of_memory(self, diagnosis: Diagnosis) -> bool:
-        """Return True if survivors that continued ran out of memory in their first step, with larger local batches."""
+        """Return True if survivors ran out of memory in their first step with the larger local batches."""
         if self._went_on_at is None or not is_lack_of_memory(diagnosis):
             return False
         signs = self._lifecycle.running.ask_beside("beside", replica.sign_of_life, ranks=diagnosis.ranks)
@@ -435,9 +442,9 @@ class GroupRepair:
         """Between two steps or calls, remove the workers on some nodes and add ready standby workers.
 
         Args:
-            leaving: Nodes that are going away.
+            leaving: Nodes that are being removed.
             cause: Reason for the change, for the history.
-            parts: Each rank's capture, if the ranks hold inside a call.
+            parts: Each rank's capture, if the ranks wait at a step inside a call.
 
         Returns:
             Why only a restart is left, or None if the change was made.
@@ -533,13 +540,13 @@ class GroupRepair:
         may_lack_memory = change.kind == "continued" and is_smaller and lifecycle.resizing.minds_memory
         self._went_on_at = source.progress if may_lack_memory else None
         kind: EventKind = "continued" if lost else change.kind
-        if kind != "grown" or len(group) > len(before):  # not if all joining workers died
+        if kind != "grown" or len(group) > len(before):  # record nothing if all joining workers died
             lifecycle.record(kind, len(before), change.began, change.cause(lost), source.words)
         lifecycle.owe_spares()
         return None
 
     def _try_to_make(self, change: GroupChange) -> NextGroup:
-        """Form the next group. If workers are lost meanwhile, try again without waiting for new workers.
+        """Form the next group. If workers are lost while it forms, try again without waiting for new workers.
 
         Raises:
             CannotForm: No group can be formed.
@@ -586,12 +593,12 @@ class GroupRepair:
     def form(self, change: GroupChange, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
         """Choose the members of the next group: the staying ranks, which leave the old group, and standby workers.
 
-        Workers that die meanwhile are left out.
+        Workers that die while the group forms are omitted.
 
         Args:
             change: The change for which the group is formed.
             staying: Ranks of the old group that should stay.
-            without_state: Staying ranks that should have received the state in a failed attempt, and did not.
+            without_state: Staying ranks that should have received the state in a failed attempt, but did not.
 
         Raises:
             CannotForm: Too few workers are left, or the survivors cannot continue.
@@ -619,7 +626,7 @@ class GroupRepair:
     def _leave_old_group(
         self, change: GroupChange, survivors: Sequence[int], without_state: Collection[int]
     ) -> NextGroup:
-        """Make the survivors leave the old group. Leave out survivors that turn out to be dead.
+        """Make the survivors leave the old group. Omit survivors that turn out to be dead.
 
         Raises:
             CannotForm: No rank is left to form a new group, or a survivor's user code raised an exception.
@@ -649,7 +656,7 @@ class GroupRepair:
         group.remove_workers([rank for rank in range(len(group)) if rank not in staying and rank not in group.gone])
 
     def _fill_up(self, change: GroupChange, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
-        """Add standby workers. Wait for starting workers up to `max(num_awaited, min_workers)` members.
+        """Add standby workers. Wait for starting workers until there are `max(num_awaited, min_workers)` members.
 
         Returns:
             The members that are still alive after the wait.
@@ -668,14 +675,14 @@ class GroupRepair:
             self._remove_others(formed.staying)
             if not self._fill_from_standby(change, formed, max(0.0, deadline - lifecycle.now())):
                 return formed
-            answering = group.answering(formed.staying)  # no heartbeats were checked during the wait
+            answering = group.answering(formed.staying)  # heartbeats of these ranks were not checked during the wait
             if answering == formed.staying:
                 return formed
             lifecycle.suspect(answering)
             formed = replace(self._leave_old_group(change, answering, without_state), joining=formed.joining)
 
     def _fill_from_standby(self, change: GroupChange, formed: NextGroup, wait_s: float) -> bool:
-        """Add ready workers, start more, and wait up to `wait_s` for starting ones. Return True if it waited."""
+        """Add ready standby workers, start more, and wait up to `wait_s` for them. Return True if it waited."""
         standby, most = self._lifecycle.running.standby, self._scaling.max_workers
         admits = all(each.admits for each in formed.progress_reports)
         missing = most - formed.num_workers if admits else 0
@@ -699,7 +706,7 @@ class GroupRepair:
         Args:
             kind: Kind of the event in the history.
             cause: Reason for the restart, for the history.
-            after: The report of a failed call. If given, surviving processes are kept if possible.
+            after: The outcomes of a failed call. If given, surviving processes are kept if possible.
 
         Raises:
             WorkersLostError: Too few workers could be started, or the state is lost.
@@ -732,8 +739,8 @@ class GroupRepair:
     def _try_renew(self, after: GroupReport) -> int | None:
         """Restore the last snapshot in rebuilt replicas, without starting new processes.
 
-        If replicas can regroup, only standby workers are kept: the survivors' processes may be the reason why they
-        could not continue.
+        If replicas can regroup, use only standby workers, because something in the survivors' processes may be the
+        reason why they could not continue.
 
         Returns:
             Number of workers kept from the old group, or None if all processes must be replaced.
@@ -780,7 +787,7 @@ class GroupRepair:
             decision = scaling.decide(view, self._spec.resources, attempt)
             attempt += 1
             if isinstance(decision, WaitForWorkers):
-                if kind == "started":  # after a restart, lost nodes may come back
+                if kind == "started":  # not after a restart, because lost nodes may come back
                     impossible = impossibility(self._spec.resources, scaling.min_workers, view, self._spec.words)
                 if decision.delay_s is None:
                     table = impossible or explain(self._spec.resources, scaling.max_workers, view)
@@ -827,7 +834,7 @@ class GroupRepair:
         )
 
     def _restore_those_left(self) -> bool:
-        """Restore the state in the group. Leave out workers that die meanwhile. Return False if too few are left."""
+        """Restore the state in the group, omitting workers that die while it runs. Return False if too few are left."""
         lifecycle = self._lifecycle
         while (failed := self._restore()) is not None:
             on_wait = Monitor(lifecycle, is_of_restore=True).poll

@@ -51,8 +51,8 @@ class Snapshot:
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
         """Return what each rank of a new group restores in addition to the shared state. The group may have any size.
 
-        For each rank this is its own state and, for a mid-call snapshot, the progress of rank 0 and the progress of the
-        old ranks whose metrics the rank takes over.
+        A rank restores its own state. From a mid-call snapshot, it also restores the progress of rank 0 and the
+        progress of the old ranks whose metrics it takes over.
         """
         own, progress = own_states(self.rank_states, num_ranks), self.progress
         if progress is None:
@@ -97,7 +97,7 @@ class NewestSnapshot:
             state = self.transfer.result(timeout_s)
         except TimeoutError:
             raise
-        except Exception as error:  # from Ray if the worker died, or from the worker itself
+        except Exception as error:  # Ray's error if the worker died, or an error that the worker raised
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
         return Snapshot(state, self.rank_states, self.progress, self.transfer.reference)
 
@@ -123,10 +123,10 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
 
 
 class SnapshotPace:
-    """Measures copies and calls, and decides when a copy is due.
+    """Measures how long state copies and calls take, and decides when a copy is due.
 
-    The decision is made before a call, because the call carries the request to copy. It assumes that the call takes as
-    long as the last call of the same function.
+    The decision is made before a call, because the request to copy is sent with the call. It assumes that the call
+    takes as long as the last call of the same function.
 
     Args:
         every_s: Seconds between snapshots, "auto" or None. See `is_due`.
@@ -195,7 +195,7 @@ class Snapshots:
     """Holds the newest snapshot that has arrived, and the calls completed since it was taken.
 
     Args:
-        spec: Contains the settings for snapshots.
+        spec: Settings of the worker group, including those for snapshots.
         now: Clock, in seconds.
 
     Attributes:
@@ -203,8 +203,8 @@ class Snapshots:
         landed_token: The workers' token for `landed`.
         landed_at: When `landed` arrived.
         is_awaited: True if a restart must wait longer for the snapshot in transit, because a caller needs it.
-        must_follow: True if a copy must be taken as soon as possible.
-        last_file: The last file that was saved or loaded.
+        must_follow: True if the state must be copied as soon as possible.
+        last_file: The last checkpoint file that was saved or loaded.
         pace: Decides after which calls a snapshot is due.
     """
 
@@ -227,7 +227,7 @@ class Snapshots:
 
     @property
     def last_file_in_words(self) -> str:
-        """A sentence about the last saved or loaded file, for the error of a user who has no snapshot."""
+        """A sentence about the last saved or loaded file, for errors raised when no snapshot is left."""
         if self.last_file is None:
             return "No file was saved or loaded."
         return f"The last file is {self.last_file}: `load` it into a new trainer."
@@ -299,9 +299,9 @@ class Snapshots:
         self.must_follow = self.must_follow or not is_repeatable
 
     def newest(self) -> NewestSnapshot:
-        """Return the newest snapshot. There must be one.
+        """Return the newest snapshot. Call this only if `has_any` is True.
 
-        If it is in transit, a restart waits longer for it from now on, because the caller needs it.
+        If the snapshot is in transit, a restart waits longer for it from now on, because the caller needs it.
         """
         if self._coming is None:
             return NewestSnapshot(self.landed)
@@ -325,17 +325,18 @@ class Snapshots:
 
     @property
     def is_coming(self) -> bool:
-        """True if a snapshot is in transit. Until it arrives, no other is taken, because it would replace this one."""
+        """True if a snapshot is in transit. Until it arrives, no new snapshot is taken, which would replace it."""
         return self._coming is not None
 
     def take_captures(
         self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False
     ) -> None:
-        """Make a snapshot from the ranks' captures. If the state is not in the captures, start its transfer.
+        """Create a snapshot from the ranks' captures. If the shared state is not in the captures, start its transfer.
 
         Args:
             captures: Each rank's capture, by rank.
-            fetch: Starts the transfer of rank 0's state, given its token, or of all shards, given the ranks' tokens.
+            fetch: Starts a transfer to the driver: of the shared state, given rank 0's token, or of all shards, given a
+                list of all ranks' tokens.
             is_first: True if the ranks have just been set up, so that the snapshot covers no call.
         """
         self.poll()
@@ -361,9 +362,9 @@ class Snapshots:
             snapshot = self._coming.result(timeout_s)
         except TimeoutError:
             return
-        except WorkersLostError as error:  # the previous snapshot and the calls since then are retained
+        except WorkersLostError as error:  # nothing else is lost: the previous snapshot and later calls are retained
             reason = error.__cause__
-            # Ray's error contains the remote traceback; its cause has the message alone.
+            # Ray's error contains the remote traceback; its cause has only the message.
             logger.warning(
                 "a snapshot was lost in transit, so a restart may go back further: %s",
                 getattr(reason, "cause", None) or reason,
@@ -373,7 +374,7 @@ class Snapshots:
         self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
-        """Drop the snapshot in transit and `landed_token`, because the replicas that they refer to have ended."""
+        """Discard the snapshot in transit and `landed_token`, because the replicas that they refer to have ended."""
         if self.is_coming:
             self._lose_coming()
         self.landed_token = None
@@ -401,7 +402,7 @@ class Snapshots:
         self._num_gaps_landed, self.must_follow = self._num_gaps, False
 
     def _lose_coming(self) -> None:
-        """Give up the snapshot in transit. If it covered calls, they need another snapshot soon."""
+        """Discard the snapshot in transit. If any calls are not covered by a snapshot, another must be taken soon."""
         self._coming, self._is_stale = None, True
         self.must_follow = bool(self._calls)
 
@@ -454,7 +455,7 @@ class Snapshots:
         return self.is_current or (self.landed is not None and is_whole)
 
     def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Make a snapshot from the ranks' captures. Fetch the shared state from rank 0, or a shard from each rank."""
+        """Create a snapshot from the ranks' captures. Fetch the shared state from rank 0, or a shard from each rank."""
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
             if isinstance(wanted, int):

@@ -1,4 +1,4 @@
-"""Standby workers: starts them, checks that they stay ready, and lends them out."""
+"""Standby workers: starts workers outside the group, checks that they stay ready, and lends them to separate calls."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ class StandbyWorker:
 
 
 class Loan:
-    """A standby worker on loan. One thread runs at most one call on it, and another thread may recall it.
+    """A loan of a standby worker, which runs a separate call until the group needs the worker.
+
+    One thread runs at most one call on it, and another thread may recall it.
 
     Args:
-        standby_worker: The worker.
+        standby_worker: The worker to lend.
         number: Number of the loan. Numbers increase with each loan.
-        platform: Runs the worker.
-        spec: Contains `heartbeat_s` and the relay for log lines.
+        platform: Used to wait for the worker's answers and to kill its process.
+        spec: Settings of the worker group. `heartbeat_s` and the relay for log lines are used.
 
     Attributes:
         is_recalled: True if the group needs the worker.
@@ -62,11 +64,11 @@ class Loan:
     def run_call(
         self, function: Callable[..., Any], make_args: Callable[[], Sequence[Any]], on_wait: Callable[[], None]
     ) -> Outcome | None:
-        """Run `function(replica, loan_number, *args)`. It gives up between two batches if the loan is recalled.
+        """Run `function(replica, loan_number, *args)` on the worker and wait for it.
 
         Args:
-            function: Called on the worker. Returns None if it gave up.
-            make_args: Returns the further arguments.
+            function: Called on the worker. It stops between two batches and returns None if the loan is recalled.
+            make_args: Returns the arguments `args`.
             on_wait: Called regularly during the call. If it or `make_args` raises, the loan is recalled.
 
         Returns:
@@ -93,7 +95,7 @@ class Loan:
         return None if is_left or found.has_died else found
 
     def recall(self) -> None:
-        """Make the call give up, or prevent it from starting. May be called from any thread."""
+        """Make the call stop between two batches, or prevent it from starting. May be called from any thread."""
         with self._lock:
             self.is_recalled = True
             if self._call is not None:
@@ -101,7 +103,7 @@ class Loan:
 
     @property
     def call(self) -> Any:
-        """The call, or None if no call was started."""
+        """Ray's reference to the call, or None if no call was started."""
         return self._call
 
     @property
@@ -123,7 +125,7 @@ class StartupCheck:
     when Ray knows its process, because before that the process may not exist yet.
 
     Args:
-        platform: Runs the workers.
+        platform: Used to read the workers' answers and to find and kill their processes.
         heartbeat_s: A worker that does not answer for this many seconds is killed, but not before it has had time to
             import a framework.
 
@@ -164,7 +166,7 @@ class StartupCheck:
             if worker in self._infos:
                 self._end(worker, self._infos[worker])
                 self.lost.append(worker)
-            elif (info := self._platform.find_process(worker)) is not None:  # the process may be new
+            elif (info := self._platform.find_process(worker)) is not None:  # may be new: its silence counts from now
                 self._infos[worker] = info
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
@@ -190,10 +192,11 @@ class Replacements:
 
 
 class StandbyWorkers:
-    """Prepares workers while a group runs or starts. Logs their errors and never raises them.
+    """Prepares workers outside the group while the group runs or starts. Logs their errors and never raises them.
 
     Attributes:
-        replacements: How many replacements may still be started. Shared by all attempts to start a group.
+        replacements: How many replacements for workers that die while a group starts are still allowed. Shared by all
+            attempts to start a group.
     """
 
     def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
@@ -231,7 +234,7 @@ class StandbyWorkers:
         Args:
             count: Number of workers to start, in addition to those that are starting or ready.
             world_size: Size of the group for which the workers prepare.
-            avoid: IDs of nodes that are probably lost or are going away. Standby workers on them are killed.
+            avoid: IDs of nodes that are probably lost or are being removed. Standby workers on them are killed.
         """
         self.kill_on(avoid)
         self._world_size = world_size
@@ -246,7 +249,7 @@ class StandbyWorkers:
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
-        """Start replacements for workers that died while they started, as many as are still allowed."""
+        """Start replacements for `num_lost` workers that died while they started, as far as still allowed."""
         if not self._is_cancelled:
             left = self.replacements
             left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
@@ -275,7 +278,7 @@ class StandbyWorkers:
     ) -> list[StandbyWorker] | None:
         """Wait until at least `count` workers are ready, then remove and return up to `most` ready workers.
 
-        Return None if that many can never become ready.
+        Return None if `count` workers can never become ready.
         """
         taken = self.take_ready(max(0, count), math.inf, on_wait or self.look_after)
         if len(taken) >= count:
@@ -286,7 +289,7 @@ class StandbyWorkers:
 
     def lend(self) -> Loan | None:
         """Lend a ready worker. The group can still recall it. Return None if no worker is ready."""
-        with self._polling:  # wait for other threads: a dead worker on loan counts until it is removed
+        with self._polling:  # first finish any check in another thread, so that no dead worker is lent
             self._see_to_all()
         if not self._ready:
             return None
@@ -296,7 +299,7 @@ class StandbyWorkers:
         return loan
 
     def _recall(self, count: int) -> None:
-        """Recall up to `count` workers on loan. A worker whose call does not give up in time stays on loan."""
+        """Recall up to `count` workers on loan. A worker whose call does not stop in time stays on loan."""
         loans = self._loans[: max(0, count)]
         for loan in loans:
             loan.recall()
@@ -306,7 +309,7 @@ class StandbyWorkers:
         self._take_back()
 
     def _take_back(self) -> None:
-        """End the loans whose call is over. Their workers are ready again, or killed if they died in the call."""
+        """End the loans whose call is over. Mark their workers as ready, or remove workers that died in the call."""
         for loan in [each for each in self._loans if each.is_over]:
             if not _take_out(self._loans, loan):
                 continue
@@ -325,7 +328,7 @@ class StandbyWorkers:
         self._is_cancelled = True
 
     def kill_on(self, node_ids: frozenset[str]) -> None:
-        """Kill standby workers on these nodes, including those that are still starting."""
+        """Kill standby workers on these nodes, including workers that are still starting."""
         self._drop([each for each in self._idle if each.info.node_id in node_ids])
         for each in [*self._coming] if node_ids else ():
             if self._slots.node_of(each[0].slot) in node_ids and _take_out(self._coming, each):
@@ -396,7 +399,7 @@ class StandbyWorkers:
                 self.kill(each.worker)
 
     def kill(self, worker: RemoteWorker) -> None:
-        """Kill a worker and free its slot, even if the worker was taken and then not needed."""
+        """Kill a worker and free its slot. Also used for workers that were taken but turned out not to be needed."""
         self._startup.remove(worker)
         worker.kill()
         self._slots.give_back(worker.slot)

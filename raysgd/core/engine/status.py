@@ -81,10 +81,10 @@ class TrainerStatus:
         samples_per_s: Throughput of the current or last training call. None before the first training call.
         straggler: The rank that the other ranks wait for. None if no rank is clearly slower, or if not measured.
         data: Samples used in the current epoch. None if the library does not shard the data.
-        failures: Effect of each failure on the work, oldest first: where survivors continued and what happened to the
-            samples, what a restart started from, or what remained if neither was possible.
+        failures: Effect of each failure on the training, oldest first: where survivors continued and what happened to
+            the samples, what a restart started from, or what state remained if neither was possible.
         num_failures: Number of failures from which the trainer recovered.
-        num_continued: Number of failures after which survivors continued in place.
+        num_continued: Number of failures after which survivors kept their processes and continued.
         num_restored: Number of failures after which all workers restarted.
         num_resizes: Number of times that the number of workers changed.
         events: The history of the worker groups, oldest first.
@@ -125,7 +125,7 @@ class TrainerStatus:
         return "\n".join([*named_lines(self._rows()), *(fitted(line, indent=4) for line in lines)])
 
     def __repr__(self) -> str:
-        """Return `str(self)`, because Python prompts show the `repr`, and all fields would fill pages."""
+        """Return `str(self)`. Python prompts show the `repr`, and a list of all fields would fill pages."""
         return str(self)
 
     def _repr_html_(self) -> str:
@@ -168,7 +168,7 @@ class TrainerStatus:
         return [_row(workers) for workers in self._shown_together()]
 
     def _shown_together(self) -> list[list[WorkerStatus]]:
-        """Group workers in the same phase and epoch, but keep the straggler separate. Do not group a few workers."""
+        """Group workers in the same phase and epoch, except the straggler. With up to 16 workers, do not group them."""
         if len(self.workers) <= _MOST_ALONE:
             return [[worker] for worker in self.workers]
         alike: dict[Any, list[WorkerStatus]] = {}
@@ -179,7 +179,7 @@ class TrainerStatus:
 
 
 def find_straggler(own_s: Sequence[float | None]) -> int | None:
-    """Return the rank whose own work takes clearly longer than that of the other ranks. None if no rank's does.
+    """Return the rank that takes clearly longer for its own work than the other ranks. None if there is no such rank.
 
     Args:
         own_s: Each rank's `own_s`, by rank. If any is None, the result is None.
@@ -204,7 +204,7 @@ def compose(
     pace: SnapshotPace | None = None,
     has_session_ended: bool = False,
 ) -> TrainerStatus:
-    """Build a trainer's status from the data of the engine's parts."""
+    """Build a trainer's status from its workers, their heartbeats, the group history and the snapshots."""
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
     ledgers = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
     return TrainerStatus(

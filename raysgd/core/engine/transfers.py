@@ -88,8 +88,8 @@ class StoredPart:
 class DividedValue:
     """A value that is sharded over the ranks, one shard per rank.
 
-    The driver holds the shards without reading them. When it sends them to other processes, these get references and
-    read only the shards that they need.
+    The driver holds the shards without unpacking them. Pickling a `DividedValue` sends references, so that each
+    receiving process reads only the shards that it needs.
 
     Attributes:
         values: The shards that are in this process, by rank. None for the other shards.
@@ -127,13 +127,13 @@ class DividedValue:
     def best_on(self, nodes: Collection[str]) -> DividedValue:
         """Return the same value with copies on `nodes` first, because other nodes may be lost.
 
-        If a shard in this process has no copy on these nodes or this node, store it on this node.
+        If a shard that this process holds has no stored copy on `nodes` or on this node, store it on this node.
         """
         home, values, places = node_here()[0], list[Any](), list[tuple[StoredPart, ...]]()
         for value, places_of_part in zip(self.values, self.places, strict=True):
             best = tuple(sorted(places_of_part, key=lambda place: place.node_id not in nodes))
             if value is not None and best and not any(place.node_id in (*nodes, home) for place in best):
-                stored = store(value)  # else readers wait for the lost node until Ray notices: see ADR 92
+                stored = store(value)  # otherwise readers wait until Ray notices that the node is lost: see ADR 92
                 value, best = stored.value, (StoredPart(home, stored.reference),)
             values.append(value)
             places.append(best)

@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-_RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # what Ray sets PYTHONBREAKPOINT to
+_RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # value of PYTHONBREAKPOINT that Ray sets
 _FOLDER = "/dev/fd"
-_RAYLET = "/raylet"  # end of the path of the raylet's socket
+_RAYLET = "/raylet"  # suffix of the path of the raylet's socket
 
 
 class WorkerFailed(Exception):
@@ -78,7 +78,7 @@ class WorkerAnswer:
 
 
 def with_rank(found: Outcome) -> Outcome:
-    """Return the outcome. If the worker did not know its rank yet, fill the rank in."""
+    """Return the outcome. If its failure has no rank, because the worker did not know its rank yet, set the rank."""
     failure = found.failure
     if failure is None or failure.fault.rank >= 0:
         return found
@@ -118,13 +118,13 @@ def packed_bytes(what: str, value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class SentData:
-    """Data that a program passes to a detached trainer. It is unpickled as the plain data.
+    """Data that a program passes to a detached trainer. Unpickling it returns `data` itself, without this wrapper.
 
-    Each call unpickles a new copy. The copies of the same data have the same `identity`.
+    Each call unpickles a new copy. `identity` returns the same object for all copies of the same data.
 
     Attributes:
         argument: Name of the argument.
-        data: The data.
+        data: The user's data, such as a dataset.
         token: Identifies the data in the detached trainer's process.
     """
 
@@ -145,7 +145,7 @@ def _received(argument: str, data: Any, token: str) -> Any:
 
 
 def identity(data: Any) -> Any:
-    """Return an object that is the same for all calls with the same data: the data itself, or a copy's token."""
+    """Return an object that identifies the data across calls: the data itself, or the token of `SentData`."""
     return next((token for received, token in _RECEIVED.values() if received is data), data)
 
 
@@ -167,8 +167,8 @@ def pack(
 ) -> tuple[Any, ...]:
     """Return a call as arguments of `WorkerProcess.on_packed`. The call is pickled once for any number of workers.
 
-    Object references are left out of the pickled bytes, except for their positions. They become separate arguments, so
-    that Ray passes the objects to the worker.
+    Object references in `args` are not pickled, only their positions. They become separate arguments, so that Ray
+    resolves them and passes the objects to the worker.
     """
     from ray import ObjectRef
 
@@ -179,7 +179,7 @@ def pack(
 
 
 def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
-    """Return the answer to a call. If `capture` is set and the call did not stop at a step, copy the state into it."""
+    """Return the answer to a call. If `capture` is set and the call did not stop at a step, add a copy of the state."""
     part = None
     if capture and not isinstance(value, HeldAtStep):
         began = time.perf_counter()
@@ -230,7 +230,7 @@ class WorkerProcess:
         self._reply: WorkerAnswer | Failure | None = None
 
     def describe(self) -> WorkerInfo:
-        """Return where this worker runs. It is answered even during a call, so it also serves as a sign of life."""
+        """Return where this worker runs. Works even during a call, so the driver also uses it to check for life."""
         return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
 
     @_guarded
@@ -254,7 +254,7 @@ class WorkerProcess:
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
         """Leave the current group, if any, and listen for the ranks of the next group. Return the port."""
-        if self._replica is not None or self._world.size:  # a standby worker, or one whose join failed
+        if self._replica is not None or self._world.size:  # a standby worker, or a worker whose `join` failed
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
 
@@ -317,14 +317,18 @@ class WorkerProcess:
         return _answer(self, function(self.replica, *args), capture, landed)
 
     def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
-        """Run a call that `pack` pickled. `values` are the objects that `pack` left out.
+        """Run a call that `pack` pickled. `values` are the objects whose references `pack` passed separately.
 
-        If this worker has already run a call with the same number, sent by a process that died, return that reply.
+        If this worker has already run a call with the same number, sent by a process that died, repeat its reply.
         """
         return self._told(_reply_of(self, packed, values))
 
     def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
-        """Run a call and answer it over a line. Then run the calls that arrive over the line, until the line ends.
+        """Run a call and answer it over a line (a Unix socket). Then run calls that arrive over it until it closes.
+
+        Args:
+            name: Address of the line.
+            packed: The first call, as pickled by `pack`.
 
         Returns:
             None, or the last answer if it could not be sent over the line.
@@ -350,7 +354,7 @@ class WorkerProcess:
         return self._number
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` between calls. Its value or exception reaches the caller unchanged."""
+        """Run `function(*args, **kwargs)` between calls. Return its value or raise its exception unchanged."""
         return function(*args, **kwargs)
 
     def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -403,12 +407,12 @@ class WorkerProcess:
 
     @property
     def replica(self) -> Replica:
-        """The replica. There must be one."""
+        """The replica. Fails if it has not been built yet."""
         assert self._replica is not None, "the worker has no replica yet"
         return self._replica
 
     def _failure(self, error: BaseException) -> Failure:
-        # A worker alone in its group cannot lose a connection to it, so the error comes from user code.
+        # A worker that is alone in its group has no connection to lose, so the error comes from user code.
         has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
         kind: FailureKind = "disconnected" if has_lost_group else "user"
         is_brief = kind == "disconnected"  # all survivors fail this way at the same time
@@ -424,14 +428,15 @@ class WorkerProcess:
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
-        """Return True if the call itself raised the error. In the driver, `KeyboardInterrupt` means Ctrl-C instead."""
+        """Return True if the call raised the error. In the driver, a `KeyboardInterrupt` comes from Ctrl-C instead."""
         return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
 
 
 def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
     """Run a packed call and return its reply.
 
-    This is a function because users see the frames, and Ray adds a frame around each method of an actor.
+    This is a function rather than a method because Ray adds a frame around each method of an actor, and users would see
+    these frames in tracebacks.
     """
     process._busy_thread = threading.get_ident()
     number = None
@@ -468,7 +473,7 @@ def cannot_import(module: str | None) -> ModuleNotFoundError:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call of the local rank. The driver runs it itself when the results are gathered."""
+    """A call of the rank that runs in the driver. The driver runs it when it gathers the results."""
 
     function: Callable[[], Any]
 
@@ -483,14 +488,14 @@ class LocalCall:
 class LocalWorker:
     """The driver's handle to the worker in the driver process (`use_local=True`).
 
-    It has the methods of a remote worker, but a call runs only when its result is gathered, in the driver's thread. A
-    debugger can therefore stop in the call.
+    It has the same methods as `RemoteWorker`, but a call runs only when its result is gathered, in the driver's thread.
+    A debugger can therefore stop in the call.
     """
 
     is_local = True
 
     def __init__(self, connection: Connection) -> None:
-        # The user decides the driver's number of threads.
+        # None: the number of threads in the driver is left to the user.
         self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
 
     def submit(self, method: str, *args: Any) -> LocalCall:
@@ -540,7 +545,7 @@ class RemoteWorker:
         return getattr(self.actor, method).remote(*args, **kwargs)
 
     def ask(self, packed: bytes, *values: Any) -> Any:
-        """Start a packed call, over a line if possible. Otherwise like `submit("on_packed", ...)`."""
+        """Start a packed call over a line (a Unix socket to the worker) if possible, otherwise through Ray."""
         before = self._call
         self._can_attend = self._can_attend and (before is None or before.was_heard)
         if values or len(packed) > LARGEST or not self._can_attend:
@@ -551,7 +556,7 @@ class RemoteWorker:
         self._hang_up()
         try:
             self._call = LineCall(Line(lambda name: self.actor.attend.remote(name, packed)))
-        except OSError:  # a sandbox, or too many open files
+        except OSError:  # for example in a sandbox, or with too many open files
             self._can_attend = False
             return self.submit("on_packed", packed)
         return self._call
@@ -562,20 +567,20 @@ class RemoteWorker:
             self._call = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the line, which works only in this process."""
+        """Return the attributes without the line (a Unix socket to the worker), which works only in this process."""
         return {**vars(self), "_call": None}
 
     def kill(self) -> None:
         import ray
 
-        if self._call is not None and self._call.is_answered:  # otherwise another thread may wait for it
+        if self._call is not None and self._call.is_answered:  # otherwise another thread may be waiting for the answer
             self._hang_up()
         if session() == self._session:
             ray.kill(self.actor, no_restart=True)
 
 
 class _HostedProcess(WorkerProcess):
-    """A worker process in an actor. If Ray assigned no GPU to it, it sees none of the node's GPUs."""
+    """A worker process in a Ray actor. If Ray assigned no GPU to it, the node's GPUs are hidden from it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Garbage collection takes a sixth of the time of importing the framework. A standby worker may import it while
@@ -595,9 +600,9 @@ class _HostedProcess(WorkerProcess):
 
 
 def let_go_of_ray() -> None:
-    """Make processes that this process forks close their copy of the connection to Ray.
+    """Make forked child processes close their copy of this process's connection to Ray.
 
-    Ray notices that a worker was killed when its connection to the worker closes. A forked process would hold the
+    Ray notices that a worker was killed when its connection to the worker closes. A child process would hold the
     connection open, and the loss would be noticed only after `heartbeat_s`.
     """
     numbers = [number for number in map(int, os.listdir(_FOLDER)) if _leads_to_ray(number)]
@@ -617,7 +622,7 @@ def _drop(numbers: Sequence[int]) -> None:
     os.close(nowhere)
 
 
-# Each concurrency group is one thread. "signs" must never do slow work: a worker that is silent there is killed.
+# Each of these Ray concurrency groups is one thread. Methods in "signs" must be fast: a worker silent there is killed.
 _GROUPS = {
     "beside": ("beside", "stack"),
     "signs": ("describe", "interrupt", "last_call"),

@@ -1,8 +1,8 @@
-"""Adds up the time that replicas report into the time of every rank since the trainer started.
+"""Adds up the times that replicas report, to show what each rank's time since the trainer's start was spent on.
 
 Ranks outlive processes: if a process is lost, another process takes over its rank. The time that the lost process
-reported stays in the rank's account. The time without a process counts as recovery if a training call was waiting for
-it.
+reported stays in the rank's account. The time without a process counts as recovery if a training call waited for the
+rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Account:
-    """The time of one rank.
+    """What one rank's time was spent on.
 
     Attributes:
         since: When the rank first existed, on the driver's clock.
@@ -72,11 +72,11 @@ class _Account:
 
 
 class Accounts:
-    """Adds up the time that replicas report.
+    """Adds up the times that replicas report. Keeps one account of seconds by bin (category) for each rank.
 
     Args:
         clock: Returns the time in seconds. Only differences are used.
-        used: Options that the user already sets, so that warnings do not recommend them.
+        used: Options that the user has already set, so that warnings do not recommend them.
 
     Examples:
         >>> clock = iter([0.0, 5.0]).__next__
@@ -102,12 +102,12 @@ class Accounts:
         self._has_trained, self._call = True, (self._clock(), math.inf)
 
     def end_call(self) -> None:
-        """Record that a training call has ended. Its ranks must have reported their time."""
+        """Record that a training call has ended. Call this after its ranks have reported their time."""
         self._call = self._call[0], self._clock()
 
     @contextmanager
     def waiting_for_validation(self) -> Iterator[None]:
-        """Count the time of the block as waiting, because all ranks wait for a validation that runs elsewhere."""
+        """Count the time of the block as a wait for a validation that runs on another worker."""
         began = self._clock()
         try:
             yield
@@ -115,7 +115,7 @@ class Accounts:
             self._waited_s += self._clock() - began
 
     def kept(self) -> Any:
-        """Return the contents of the accounts, to continue them in another process."""
+        """Return the contents of the accounts, for `take_over` in another process."""
         with self._lock:
             return time.time(), self._clock(), dict(self._accounts), dict(self._known), self._waited_s
 
@@ -136,13 +136,13 @@ class Accounts:
         self._is_over = True
 
     def note_times(self, told: Mapping[int, Heartbeat]) -> None:
-        """Record the times that ranks report, if the ranks measure them."""
+        """Record the times in the ranks' heartbeats, if the ranks measure them."""
         with self._lock:
             now = self._clock()
             for rank, heartbeat in told.items():
                 if heartbeat.time is not None:
                     self._note(rank, heartbeat.time, now)
-            for heartbeat in told.values():  # after all ranks, because two of them may have switched processes
+            for heartbeat in told.values():  # only now, because two ranks may have swapped their processes
                 spent = heartbeat.time
                 before = None if spent is None else self._known.get(spent.of)
                 if spent is not None and (before is None or spent.total_s > before.total_s):
@@ -160,14 +160,14 @@ class Accounts:
         for name in BINS:
             account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
         account.newest = spent
-        late_s = account.told_until - now  # the process's first report was late, so some time was counted twice
+        late_s = account.told_until - now  # positive if a process's first report was late: time was counted twice
         for name in (account.waited_in, DRIVER) if late_s > 0 else ():
             taken = min(late_s, account.seconds[name])
             account.seconds[name] -= taken
             late_s -= taken
 
     def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
-        """Account for the time until a new process took over the rank, and for steps that the failure undid."""
+        """When a new process takes over a rank, count the time in between and the steps that the failure undid."""
         last = account.newest
         if last is not None and not spent.is_successor and before is None:  # the process continues from a snapshot
             account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
@@ -180,9 +180,12 @@ class Accounts:
         account.seconds[DRIVER] += until - since - waited_s
 
     def ledger(self, num_ranks: int | None = None) -> TimeLedger:
-        """Return what the time was spent on. Ranks from `num_ranks` up are gone, but their reports still count."""
+        """Return what the time was spent on. With `num_ranks`, mention the ranks below it that have not reported yet.
+
+        Ranks that no longer exist still count.
+        """
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
-        for seconds in ranks.values():  # ranks do not know the reason, and report it as time without calls
+        for seconds in ranks.values():  # ranks report the wait for a validation as time between calls
             waited_s = min(self._waited_s, seconds[DRIVER])
             seconds[DRIVER] -= waited_s
             seconds[VALIDATION_WAIT] += waited_s
@@ -206,7 +209,7 @@ class Accounts:
         return notes
 
     def warn(self) -> None:
-        """Log the largest avoidable cost of training, once, if it is large."""
+        """If one avoidable cost takes much of the training time, log a warning with advice, once."""
         ledger = self.ledger()
         found = ledger.largest_avoidable()
         if found is None or found[1] <= _WARN_ABOVE or ledger.training_s < _WARN_AFTER_S * len(ledger.ranks):

@@ -51,7 +51,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[TrainerStatus], float | None]]] = {
         for name, words in BINS.items()
     },
 }
-"""For each metric name, its description and a function that reads its value from a status, or None if unknown."""
+"""By metric name: a description, and a function that reads the value from a status and returns None if unknown."""
 
 _ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second")
 
@@ -70,7 +70,12 @@ class Gauges:
         self._num_events = -1
 
     def report(self, num_events: int, read: Callable[[], TrainerStatus]) -> None:
-        """Export the metrics, unless they were exported less than a second ago and there are no new events."""
+        """Export the metrics, unless they were exported less than a second ago and there are no new events.
+
+        Args:
+            num_events: Number of events so far in the history of the trainer's worker groups.
+            read: Returns the trainer's current status.
+        """
         now = time.monotonic()
         if (now < self._due and num_events == self._num_events) or not _is_ray_up():
             return
@@ -82,7 +87,7 @@ class Gauges:
                 self._gauge(name).set(value, self._tags)
 
     def report_end(self) -> None:
-        """Export that there are no workers anymore, if workers were exported before."""
+        """After the trainer's shutdown, set the exported numbers of workers and the throughput to 0."""
         if _is_ray_up():
             for name in _ZERO_AT_THE_END:
                 if name in self._gauges:

@@ -1,4 +1,4 @@
-"""Formats numbers, durations, rows of metrics and events for people."""
+"""Formats numbers, durations, rows of a training history and events for people."""
 
 from __future__ import annotations
 
@@ -75,16 +75,13 @@ def counted(how_many: int, thing: str, things: str | None = None) -> str:
 
 
 def failures(events: Iterable[Any]) -> list[str]:
-    """Return a list with a phrase that counts the worker failures among these events.
-
-    The list is empty if there are no failures.
-    """
+    """Return the number of worker failures among these events as a phrase, in a list. Empty if there are none."""
     number = sum(event.is_failure for event in events)
     return [f"{counted(number, 'failure', 'failures')} of workers"] if number else []
 
 
 def samples_per_s(row: Mapping[str, Any]) -> float | None:
-    """Return the throughput of a row, or of a call's metrics and `seconds`. Return None if it is unknown."""
+    """Return the throughput from the entries `num_samples` and `seconds` of a history row. None if one is missing."""
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
     if not is_real(num_samples) or not is_real(took) or not took:
         return None
@@ -100,26 +97,29 @@ def is_real(value: Any) -> bool:
 
 
 def is_metric(name: str, value: Any) -> bool:
-    """Return True if an entry of a row is a metric to show: a number that is neither a count nor a last value."""
+    """Return True if an entry of a history row is a metric to show.
+
+    Counts, durations and the entries `last_...` are not shown.
+    """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     is_count = name in _NOT_A_RESULT or name.endswith((_SAMPLES, _SECONDS)) or name == "val_batch_count"
     return is_number and not is_count and not name.startswith(_LAST)
 
 
 def names_in(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return all names in the rows, in order of first appearance."""
+    """Return the names of all entries in history rows, in order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the metrics to show, in order of first appearance."""
+    """Return the names of the metrics in history rows that should be shown, in order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name, value in row.items() if is_metric(name, value)))
 
 
 def most_telling(names: Iterable[str], most: int) -> list[str]:
     """Return the `most` most informative metrics in their original order.
 
-    Validation precedes training, and losses precede other metrics.
+    Metrics of validation are preferred to metrics of training, and losses to other metrics.
 
     Examples:
         >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)
@@ -133,7 +133,7 @@ def most_telling(names: Iterable[str], most: int) -> list[str]:
 
 
 def chosen(row: Mapping[str, Any], metrics: Collection[str] | None) -> dict[str, Any]:
-    """Return the entries of a row to show: the given metrics, or all metrics for None."""
+    """Return the entries of a history row to show: the given metrics, or all metrics for None."""
     if metrics is None:
         return {name: value for name, value in row.items() if is_metric(name, value)}
     return {name: row[name] for name in metrics if name in row}
@@ -156,7 +156,13 @@ def unknown(name: str, known: Iterable[str]) -> str:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int) -> tuple[list[str], list[list[str]]]:
-    """Return the header and cells of a table of the last `most` epochs, with the given metrics and the time."""
+    """Return the header and cells of a table of the last `most` epochs.
+
+    Args:
+        rows: Rows of a history, one per epoch.
+        names: Metrics that get a column. The duration gets a column if it is known.
+        most: Largest number of epochs in the table.
+    """
     table = []
     for place, row in [*enumerate(rows, start=1)][-most:]:
         values = [number(row[name]) if row.get(name) is not None else "" for name in names]

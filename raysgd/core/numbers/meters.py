@@ -1,10 +1,11 @@
 """Averages over the batches of one pass, stored as sums and weights so that they can be merged exactly across workers.
 
 A mean is a float64 sum that is divided once by its weight. A value that is not a number raises an error. A tensor on a
-device is not read in the batch that produced it, because the host would wait for the device. A summary is a plain dict
-of means that also carries the sums and weights.
+device is not read in the batch that produced it, because the host would wait for the device. A summary is a dict of
+means that also carries the sums and weights.
 
-Nothing here imports a framework. The caller passes functions that read tensors and capture metric objects.
+A metric object, as in torchmetrics, accumulates batches itself and has `compute` and `merge_state`. Nothing here
+imports a framework: the caller passes functions that read tensors and capture metric objects.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 BATCH_WEIGHT = "batch_weight"
 _WEIGHT_OF = f"{BATCH_WEIGHT}_of_"
-# Number of tensors per metric that may be pending. Reading them waits for the device, and storing them uses its memory.
+# Most unread device tensors per metric. Reading them waits for the device, and storing them uses the device's memory.
 MAX_PENDING = 256
 BATCH_COUNT = "batch_count"
 NUM_SAMPLES = "num_samples"
@@ -27,10 +28,10 @@ _TAKEN = frozenset({"epoch", "seconds", "num_workers", BATCH_COUNT})
 
 
 def refuse_taken(name: Any) -> None:
-    """Raise an error for a metric whose name the library itself reports.
+    """Raise an error if a metric has a name under which the library itself reports a value.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: The name is reserved.
     """
     if name in _TAKEN:
         raise ValueError(f"the metric name `{name}` is reserved for the library: use another, such as `my_{name}`.")
@@ -42,7 +43,7 @@ def weight_of(name: Any) -> str:
 
 
 def is_weight(name: Any) -> bool:
-    """Return True if this is the key of a weight, not the name of a metric."""
+    """Return True if a key of a batch's results holds a weight, not a metric."""
     return name == BATCH_WEIGHT or str(name).startswith(_WEIGHT_OF)
 
 
@@ -69,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 CapturedMetric = Any
-"""A copy of a metric object's state, with `value` and `merged_with`. The object itself continues to accumulate."""
+"""A copy of a metric object's state, with methods `value` and `merged_with`. The object continues to accumulate."""
 
 CaptureObject = Callable[[Any], CapturedMetric]
 
@@ -78,7 +79,7 @@ RememberObjects = Callable[[Sequence[Any]], Callable[[], None]]
 
 
 class ObjectMeter:
-    """The last metric object reported under one name, and the states captured from it."""
+    """Holds one metric that is reported as a metric object: the last object, and the states captured from it."""
 
     __slots__ = ("_capture", "_captured", "_live", "_name", "weight_name")
 
@@ -94,7 +95,11 @@ class ObjectMeter:
         return self._live
 
     def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the arguments for `add`. See `NumberMeter.read`."""
+        """Check a value, and return it and its weight as arguments for `add`.
+
+        Raises:
+            TypeError: The value is not a metric object.
+        """
         if not is_metric_object(type(value)):
             raise TypeError(
                 f"metric `{self._name}` was a metric object in an earlier batch and is a "
@@ -107,7 +112,7 @@ class ObjectMeter:
         self._live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
-        """Merge a state that was captured elsewhere."""
+        """Merge a state that another collection captured."""
         self._captured = state if self._captured is None else self._captured.merged_with([state])
 
     def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:
@@ -131,10 +136,10 @@ def is_metric_object(kind: type) -> bool:
 
 
 def value_here(state: CapturedMetric, name: str) -> Any:
-    """Compute a metric on this process's shard. If the shard is too small, warn and return NaN."""
+    """Compute a metric on the data of this process alone. If that fails, for example on too little data, return NaN."""
     try:
         return state.value()
-    except Exception as error:  # only the merged metric matters, and computing that raises an error
+    except Exception as error:  # only the merged metric matters; if computing it fails, an error is raised
         logger.warning(
             "metric `%s` cannot be computed on this worker's share alone, so it reports NaN: %s", name, error
         )
@@ -148,7 +153,7 @@ ToFloats = Callable[[list[Any]], list[float]]
 
 
 class NumberMeter:
-    """Sum, weight and last value of one metric, and the tensors that are still to be read."""
+    """Sum, weight and last value of one metric, and the device tensors that have not been read yet."""
 
     __slots__ = ("_name", "_to_floats", "_weights", "count", "last", "pending", "total", "weight_name")
 
@@ -156,7 +161,7 @@ class NumberMeter:
         self._name, self.weight_name = name, weight_of(name)
         self._to_floats = to_floats
         self.last: Any = _UNREAD
-        self._weights: list[int | float | None] = []  # None: a tensor, which follows the value in `pending`
+        self._weights: list[int | float | None] = []  # None: the weight is a tensor, after its value in `pending`
         self.pending: list[Any] = []
         self.total = 0.0
         self.count: int | float = 0
@@ -200,7 +205,7 @@ class NumberMeter:
             self.count += weight
 
     def add_total(self, total: float, count: float, last: Any) -> None:
-        """Add sums from elsewhere. Use `last` only if this meter has no last value."""
+        """Add the sum and weight of another meter. Adopt its last value only if this meter has none."""
         self.total += total
         self.count += count
         if self.last is _UNREAD and not self.pending:
@@ -213,7 +218,7 @@ class NumberMeter:
         return other
 
     def fold(self, floats: list[float]) -> None:
-        """Add the values of the pending tensors."""
+        """Add the values of the pending tensors, given as floats, and discard the tensors."""
         numbers = iter(floats)
         for weight in self._weights:
             number = next(numbers)
@@ -271,7 +276,7 @@ class MetricSummary(dict[str, Any]):
     """The result of one pass: a dict that also stores the sums and weights of its means.
 
     User code may edit the dict. An edited or removed value loses its sum and weight, so that merging uses the user's
-    value. Copies (`copy.copy`) and pickles preserve everything; `dict.copy` and `dict(...)` return a plain dict.
+    value. `copy.copy` and pickling preserve the sums and weights; `dict.copy` and `dict(...)` return a plain dict.
 
     >>> summary = MetricSummary({"loss": 0.5, "accuracy": 1.0}, totals={"loss": (2.0, 4.0), "accuracy": (4.0, 4.0)})
     >>> summary["accuracy"] = 0.75
@@ -296,12 +301,12 @@ class MetricSummary(dict[str, Any]):
         return {name: total for name, total in self._totals.items() if self._stands(name)}
 
     def total_of(self, name: str) -> tuple[float, float] | None:
-        """Return the sum and weight of a mean, or None if the value was edited or never was a mean."""
+        """Return the sum and weight of a mean, or None if the value was edited or is not a mean."""
         return self._totals[name] if name in self._totals and self._stands(name) else None
 
     @property
     def objects(self) -> dict[str, CapturedMetric]:
-        """Captured state of each metric object whose value was not edited."""
+        """Captured state of each metric object whose value was not edited, by name."""
         return {name: state for name, state in self._objects.items() if self._stands(name)} if self._objects else {}
 
     def _stands(self, name: str) -> bool:
@@ -364,8 +369,8 @@ class AverageMeterCollection:
     once. A metric object accumulates batches itself. The last object under a name is captured when the summary is
     created.
 
-    In a training call, the metrics of a batch are held (`hold`) until its step is completed (`count_held`), or dropped
-    if the step is interrupted (`drop_held`).
+    In a training call, the metrics of a batch are stored separately (`hold`) until its step completes. They are then
+    counted (`count_held`), or dropped if the step is interrupted (`drop_held`).
 
     Args:
         to_floats: Reads the values of a list of tensors. Called once per summary. Default: `float` of each tensor.
@@ -374,8 +379,8 @@ class AverageMeterCollection:
         remember_objects: Lets metric objects discard batches of interrupted steps. Default: metric objects keep them.
 
     Attributes:
-        n: Number of samples counted, the sum of `n` of all batches.
-        held: Held metrics, by batch, with the number of samples.
+        n: Number of samples counted, the sum of `n` of all counted batches.
+        held: The metrics and number of samples of each batch whose step has not completed yet.
         num_batches: Number of batches counted.
         has_objects: True if any metric is a metric object.
     """
@@ -417,9 +422,7 @@ class AverageMeterCollection:
         self.held = waiting
 
     def hold(self, metrics: Mapping[str, Any], n: int | float = 1, *, is_strict: bool = True) -> None:
-        """Hold the metrics of a batch until its step completes.
-
-        Then call `count_held`, or `drop_held` if the step fails.
+        """Store the metrics of a batch until its step completes. Then call `count_held`, or `drop_held` if it fails.
 
         Arguments and exceptions are the same as for `update`, because values are checked now. Metric objects have
         already accumulated the batch themselves.
@@ -442,7 +445,7 @@ class AverageMeterCollection:
         self.held.append((entries, num_samples))
 
     def count_held(self) -> None:
-        """Add the held metrics."""
+        """Add the held metrics to the averages, because their step has completed."""
         held, self.held = self.held, []
         meters = self._meters
         for entries, num_samples in held:
@@ -452,14 +455,14 @@ class AverageMeterCollection:
             self.n += num_samples
 
     def note_boundary(self) -> None:
-        """Store the states of metric objects, so that `drop_held` discards only what they accumulate from now on."""
+        """Store the states of metric objects at this step boundary, so that `drop_held` can restore them."""
         meters = self._meters.values()
         metrics = [meter.live for meter in meters if isinstance(meter, ObjectMeter) and meter.live is not None]
         remember = self._remember_objects if metrics else None
         self._forget_rest = None if remember is None else remember(metrics)
 
     def drop_held(self) -> None:
-        """Drop the held metrics, and what metric objects have accumulated since the last boundary."""
+        """Discard the held metrics, and restore the metric objects' states stored by the last `note_boundary`."""
         self.held.clear()
         if self._forget_rest is not None:
             self._forget_rest()
@@ -469,7 +472,7 @@ class AverageMeterCollection:
         """Return the number of batches and samples, and for each metric its mean and its last value.
 
         NaN is not skipped: a single NaN makes the mean NaN. The mean of a metric whose total weight is 0 is also NaN. A
-        metric object has a single entry, its value on this process's shard.
+        metric object has a single entry, its value on this process's data.
 
         After further updates, a new summary covers all batches.
         """
@@ -490,7 +493,7 @@ class AverageMeterCollection:
         return MetricSummary(values, totals, objects)
 
     def tally(self) -> tuple[tuple[Any, ...], list[float]]:
-        """Return the sums including the held metrics, but without metric objects.
+        """Return the sums as if the held metrics were counted, but without metric objects.
 
         Returns:
             The names of the metrics, and a list of floats: the number of samples, then the sum, weight and last value
@@ -511,7 +514,7 @@ class AverageMeterCollection:
         return tuple(meters), [float(after.n), *itertools.chain(*sums)]
 
     def summary_of(self, names: tuple[Any, ...], row: Sequence[float]) -> MetricSummary:
-        """Return the summary of a collection whose `tally` returned these names and values."""
+        """Return the summary of another collection, whose `tally` returned these names and values."""
         num_samples, *left = row
         values: dict[str, Any] = {NUM_SAMPLES: int(num_samples) if num_samples.is_integer() else num_samples}
         totals: dict[str, tuple[float, float]] = {}
@@ -522,7 +525,7 @@ class AverageMeterCollection:
         return MetricSummary(values, totals)
 
     def go_on_from(self, summary: MetricSummary) -> None:
-        """Add everything that another collection, perhaps of an ended process, had accumulated in its `summary`."""
+        """Add everything in the `summary` of another collection, for example of a process that has ended."""
         self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
         self.n += summary.get(NUM_SAMPLES, 0)
         for name, (total, count) in summary.totals.items():
@@ -540,16 +543,16 @@ class AverageMeterCollection:
     def correct(self, summary: MetricSummary) -> None:
         """Replace the sums with the sums in `summary`. Metric objects are kept.
 
-        A survivor of a failure does this if another rank has completed one more step. That step counts, but this rank
-        has dropped its metrics. This rank had sent its sums to all ranks in that step, so `summary` comes from the
-        other rank's record.
+        A survivor of a failure needs this if another rank has completed one more step. That step counts, but this rank
+        has dropped its metrics. In each step, ranks send each other their sums, so `summary` contains the sums that the
+        other rank received from this rank in that step.
         """
         self._meters = {name: each for name, each in self._meters.items() if isinstance(each, ObjectMeter)}
         self.n = 0
         self.go_on_from(summary)
 
     def skip_to(self, num_batches: int) -> None:
-        """Set the number of batches, including batches that other collections counted."""
+        """Set the number of batches, which may include batches that another collection counted."""
         self.num_batches = num_batches
 
     @property

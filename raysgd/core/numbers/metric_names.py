@@ -1,4 +1,4 @@
-"""Names of metrics in validation, in tests, and inside nested dicts."""
+"""Naming of metrics: prefixes for validation and test metrics, and names inside nested dicts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class SavedCheckpoint(Generic[T]):
     Attributes:
         number: The checkpoint's number in the run, or its epoch and step. Newer checkpoints have higher numbers.
         score: The value that ranks the checkpoint. None if it has no score.
-        content: The checkpoint, or what the owner of this object needs to find it.
+        content: The checkpoint itself, or its path or key.
     """
 
     number: Any
@@ -62,7 +62,7 @@ class BestCheckpoints:
     num_newest: int | None = 0
 
     def best(self, saved: Iterable[SavedCheckpoint[T]]) -> list[SavedCheckpoint[T]]:
-        """Return the best checkpoints, worst first, without checkpoints that are kept only because they are new."""
+        """Return the `num_best` best checkpoints, worst first. This ignores the rule to keep the newest."""
         ranked = sorted(saved, key=self._rank)
         return ranked if self.num_best is None else ranked[max(0, len(ranked) - self.num_best) :]
 

@@ -1,8 +1,8 @@
 """Merges the metrics of all workers into one result. All functions are pure.
 
-Metrics are merged by name. Averages that the library computed arrive as sum and count and are divided only once, here.
-So N workers report the same result as one process with the same samples. Values that a user computed are weighted by
-their worker's `num_samples`.
+Metrics are merged by name. Averages that the library computed arrive as sum and count and are divided only here. So N
+workers report the same result as one process with the same samples. Values that a user computed are weighted by their
+worker's `num_samples`.
 
 ADR 1 explains why metrics are weighted by samples.
 """
@@ -89,12 +89,12 @@ def _of_one(worker: MetricSummary) -> Metrics:
 def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
     """Return a worker's metrics merged with the averages that lost workers had accumulated.
 
-    Values that the user computed or removed stay unchanged. A result that the library did not compute also stays
-    unchanged. Metric objects cover only this worker's batches.
+    Values that the user computed or removed stay unchanged, and so does a result without any averages of the library.
+    Metric objects cover only this worker's batches.
 
     Args:
-        worker: The worker's metrics.
-        lost: The lost workers' metrics.
+        worker: Metrics of the worker that survived.
+        lost: Metrics that each lost worker had accumulated.
         known: Names of the metrics that the worker measured, before user code could edit them.
     """
     if not worker.totals and not worker.objects and worker.get(NUM_SAMPLES) != 0:
@@ -102,7 +102,7 @@ def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Colle
     values, totals = dict(worker), worker.totals
     for each in lost:
         for name, total in each.totals.items():
-            if name in totals or name not in known:  # the user did not edit it, or the worker never had it
+            if name in totals or name not in known:  # the user did not edit the value, or the worker never had it
                 values[name], totals[name] = _averaged(totals.get(name, (0.0, 0.0)), total)
     if NUM_SAMPLES in values:
         values[NUM_SAMPLES] = _total_samples([worker, *lost])
@@ -131,7 +131,7 @@ def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
         return objects[0].merged_with(objects[1:]).value()
     values = [as_number(worker[name]) for worker in workers]
     present = [value for value in values if value is not None]
-    if len(present) < len(values):  # not a number: use the first worker's value
+    if len(present) < len(values):  # some values are not numbers: use the first worker's value
         return workers[0][name]
     if name in _PER_WORKER or all(_is_last_value(str(name), worker) for worker in workers):
         return _plain_mean(present)
@@ -139,15 +139,12 @@ def _merge_one(name: str, workers: Sequence[MetricSummary]) -> Any:
 
 
 def _is_last_value(name: str, worker: MetricSummary) -> bool:
-    """Return True if `name` is the last value of a metric that is also present.
-
-    Other metrics may have such names too.
-    """
+    """Return True if `name` is the library's `last_` entry for another metric, not a metric that the user named so."""
     return name.startswith(_LAST) and name.removeprefix(_LAST) in worker and worker.total_of(name) is None
 
 
 def _sum_and_count(name: str, worker: MetricSummary) -> tuple[float, float]:
-    """Return the exact total if the mean is the library's and was not edited, else value times samples."""
+    """Return a metric's sum and weight: exact if the library computed the mean, otherwise value times samples."""
     total = worker.total_of(name)
     if total is not None and total[1]:
         return total
@@ -186,7 +183,7 @@ class CallProgress:
         epoch_idx: Index of the pass over the training data, from 0.
         num_epochs: Total number of epochs. None if unknown.
         loss: `train_loss` of the last batch, or `val_loss` in validation. None if the batch reported no loss.
-        kind: The type of call.
+        kind: Which type of call it is: "train", "validation", "test" or "predict".
         metrics: All numeric metrics of the last batch, by name.
         is_done: True if the call has returned.
     """

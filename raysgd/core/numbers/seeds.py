@@ -1,4 +1,4 @@
-"""Seeds derived from names and numbers. They are the same on every machine."""
+"""Random seeds derived from names and numbers. The seeds are the same on every machine."""
 
 from __future__ import annotations
 

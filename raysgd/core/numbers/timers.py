@@ -18,7 +18,7 @@ _NOTHING = nullcontext()
 
 
 class TimerStat(AbstractContextManager[None]):
-    """Measures a repeated piece of work, and computes statistics over its latest durations.
+    """Measures how long repeated `with` blocks take, and computes statistics over the latest durations.
 
     Examples:
         >>> timer = TimerStat(window_size=2)
@@ -61,7 +61,7 @@ class TimerStat(AbstractContextManager[None]):
             self._started_at = None
 
     def push(self, duration_s: float) -> None:
-        """Add a duration that was measured elsewhere."""
+        """Add a duration that the caller measured."""
         self._durations_s.append(duration_s)
         self.count += 1
 

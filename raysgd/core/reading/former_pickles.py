@@ -1,7 +1,7 @@
-"""Reads NumPy values in files of the old library. Safe functions replace the NumPy functions that its pickles name.
+"""Reads NumPy values in checkpoint files of Ray's former `ray.util.sgd`, without trusting the files.
 
-NumPy's functions trust the file: an array of objects would take its pointers from the file. The replacements create
-only numeric arrays whose size matches their bytes exactly.
+The pickles in these files name NumPy functions, which would trust the file: an array of objects would take its pointers
+from the file. Safe functions replace them. They create only numeric arrays whose size matches their bytes exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _DTYPE = re.compile(r"[?biufc]\d{0,2}")
 
 
 class FormerValue:
-    """A dtype or an array, which a pickle first creates and then fills with `__setstate__`."""
+    """Stands for a NumPy dtype or array in a pickle, which first creates the object and then calls `__setstate__`.
+
+    Args:
+        code: Type code of a dtype, such as "f4". None for an array.
+    """
 
     def __init__(self, code: Any = None) -> None:
         if code is not None and not (isinstance(code, str) and _DTYPE.fullmatch(code)):
@@ -67,7 +71,7 @@ def _no_bytes() -> bytes:
 
 
 def _array_class() -> None:
-    """Stands for `numpy.ndarray`, which pickles name but do not call."""
+    """Replaces `numpy.ndarray`, which pickles name but do not call."""
 
 
 FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -80,17 +84,17 @@ FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
         for name, function in (("_reconstruct", _new_array), ("scalar", _scalar))
     },
 }
-"""The functions that a pickle may call, keyed by the names in the pickle."""
+"""Replacements for the functions that a pickle may call, by the name in the pickle."""
 
 
 class _FormerUnpickler(pickle.Unpickler):
     """Reads a pickle of plain values and arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement function for a name.
+        """Return the function that replaces `module.name`.
 
         Raises:
-            NotPlainError: No replacement exists.
+            NotPlainError: The pickle may not call this function.
         """
         full_name = f"{module}.{name}"
         if full_name not in FORMER_FUNCTIONS:
@@ -103,7 +107,7 @@ def read_pickle(content: bytes) -> Any:
 
     Raises:
         NotPlainError: The pickle contains other objects.
-        Exception: The pickle is damaged.
+        Exception: The pickle is damaged, which may raise any error.
     """
     for opcode, argument, _ in pickletools.genops(content):  # raises an error if bytes are missing
         if opcode.name in ("PUT", "LONG_BINPUT"):

@@ -14,14 +14,14 @@ _MAX_DEPTH = 100
 
 
 class DamagedFileError(ValueError):
-    """The file contradicts itself, or is larger or more deeply nested than a training state may be."""
+    """The contents of a file are inconsistent, or larger or more deeply nested than allowed for a training state."""
 
 
 class NotPlainError(Exception):
-    """The file contains more than plain data.
+    """A file contains more than plain data, so loading it could run code.
 
     Attributes:
-        needed: What loading the file would need, such as a class.
+        needed: Name of the class or function that loading the file would need.
     """
 
     def __init__(self, needed: str) -> None:
@@ -30,7 +30,11 @@ class NotPlainError(Exception):
 
 
 def require(holds: bool, finding: str) -> None:
-    """Reject a file unless a condition holds.
+    """Reject the file that is being read unless a condition holds.
+
+    Args:
+        holds: The condition.
+        finding: What is wrong with the file if the condition does not hold.
 
     Raises:
         DamagedFileError: `holds` is False. The message is `finding`.
@@ -43,8 +47,8 @@ def check_depth(value: Any, what: str = "it") -> None:
     """Reject a value that is nested too deeply, because states are traversed recursively.
 
     Args:
-        value: A structure of containers. Containers may contain themselves.
-        what: The name of the value in the message.
+        value: Nested dicts, lists and tuples. A container may contain itself.
+        what: How the error message refers to the value.
 
     Raises:
         DamagedFileError: The value is nested too deeply. A subclass of `ValueError`.
@@ -57,7 +61,7 @@ def check_depth(value: Any, what: str = "it") -> None:
         is_shallow = depth + heights.get(id(item), 1) <= _MAX_DEPTH
         require(is_shallow, f"{what} is nested more than {_MAX_DEPTH} levels deep")
         if id(item) not in heights:
-            heights[id(item)] = 0  # in case an item contains itself
+            heights[id(item)] = 0  # ends the recursion if an item contains itself
             parts = [*item.values(), *getattr(item, "__dict__", {}).values()] if isinstance(item, dict) else item
             heights[id(item)] = 1 + max((height(part, depth + 1) for part in parts), default=0)
         return heights[id(item)]
@@ -85,7 +89,7 @@ def refusals_of(name: str, advice: str = "") -> Iterator[None]:
 
     Args:
         name: The file's name in error messages.
-        advice: What to do about a file with more than plain data.
+        advice: What the user can do if the file contains more than plain data.
 
     Raises:
         UnsafeCheckpointError: The file contains more than plain data.
@@ -103,7 +107,12 @@ def refusals_of(name: str, advice: str = "") -> Iterator[None]:
 
 
 def corrupted(name: str, finding: str) -> CheckpointCorruptedError:
-    """Return the error for a file that differs from what was written."""
+    """Return the error for a file whose contents have changed since it was written.
+
+    Args:
+        name: The file's name.
+        finding: What is wrong with it.
+    """
     return CheckpointCorruptedError(
         f"`{name}` is not an intact checkpoint: {finding}. The file was damaged or only partly copied. Copy it again "
         "from its source, or load an earlier checkpoint."
@@ -111,7 +120,7 @@ def corrupted(name: str, finding: str) -> CheckpointCorruptedError:
 
 
 def in_short(error: Exception) -> str:
-    """Return the first line of an error message."""
+    """Return the first line of an error's message, or the error's class name if the message is empty."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
@@ -129,10 +138,15 @@ def check_format(name: str, found: Any, newest: int) -> None:
 
 
 def checked_state(loaded: Any, name: str, keys: Collection[str]) -> dict[str, Any]:
-    """Return the loaded value if it is a training state.
+    """Return the content of a checkpoint file if it is a training state.
+
+    Args:
+        loaded: The content of the file.
+        name: The file's name in error messages.
+        keys: Keys that every training state has.
 
     Raises:
-        ValueError: The value is not a dict, or lacks one of these keys.
+        ValueError: The content is not a dict, or lacks one of the keys.
     """
     hint = f"a training state, as a trainer's `state_dict()` returns it, has {list(keys)}."
     if not isinstance(loaded, dict):

@@ -1,1 +1,1 @@
-"""States that travel between processes: encoded with a single copy, into memory that is reused."""
+"""Encodes training states to send them to other processes, with a single copy, into memory that is reused."""

@@ -1,4 +1,4 @@
-"""Host memory for copies of states. The memory is reused, because its pages are then already mapped.
+"""Host memory for copies of training states. Blocks are reused, because their pages are then already mapped.
 
 The first touch of a page costs several times as much as copying into it. Huge pages do not help, because finding free
 huge pages can take longer than touching all the small pages.
@@ -18,36 +18,36 @@ import numpy as np
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _MAX_BUFFERS = 2
-"""Number of buffers to keep: one holds the last copy while the next copy is written to the other."""
+"""Most buffers to retain: one holds the last copy while the next copy is written to the other."""
 
 _M_MMAP_THRESHOLD = -3  # from `malloc.h` of the GNU C library
-_LARGE_BYTES = 2**17  # the size of one worker's part of a 1 MiB parameter that is sharded over eight workers
+_LARGE_BYTES = 2**17  # size of a worker's shard of a 1 MiB parameter on eight workers
 
 
 @cache
 def return_large_blocks() -> None:
     """Make this process return freed blocks of at least 128 KiB to the system immediately.
 
-    By default, the C library keeps them for reuse. If long-lived small allocations are carved out of a kept block, the
-    block is too small the next time, so the process keeps more and more memory.
+    By default, the C library keeps freed blocks for reuse. If long-lived small allocations are placed in such a block,
+    it is too small the next time, so the process uses more and more memory.
     """
     with suppress(OSError, AttributeError):  # another C library without this setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class HostBuffers:
-    """Lends memory, and reclaims it automatically when the last view of it is gone."""
+    """Hands out blocks of memory as arrays, and takes a block back when the last view of it is garbage collected."""
 
     def __init__(self) -> None:
         self._spare: list[_Memory] = []
-        self._lent: set[int] = set()  # ids of lent memory; several threads may return memory at the same time
+        self._lent: set[int] = set()  # ids of blocks in use; several threads may return blocks at the same time
 
     def take_buffer(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
         """Return `num_bytes` uninitialized bytes. A GPU can write into `pinned` memory directly."""
         fitting = (each for each in self._spare if each.num_bytes >= num_bytes and each.is_pinned == pinned)
         memory = next(fitting, None)
         if memory is None:
-            self._spare.clear()  # too small or of the other type; freed before the new memory is allocated
+            self._spare.clear()  # blocks that do not fit are freed before the new memory is allocated
             memory = _Memory(num_bytes, pinned)
         else:
             self._spare.remove(memory)
@@ -59,7 +59,7 @@ class HostBuffers:
         return content
 
     def _give_back(self, memory: _Memory) -> None:
-        """Reclaim memory. Called in the thread that dropped the last view."""
+        """Retain a block for reuse, unless enough are retained. Called in the thread that dropped the last view."""
         self._lent.discard(id(memory))
         if len(self._lent) + len(self._spare) < _MAX_BUFFERS:
             self._spare.append(memory)

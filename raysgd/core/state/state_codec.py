@@ -1,9 +1,9 @@
 """Sends a training state to another process with a single copy.
 
 An encoded state consists of a skeleton and a buffer. The skeleton is a small pickle with a number in place of each
-tensor. The buffer is one flat array with the bytes of all tensors. If the state is only lent, large tensors are not
-copied into the buffer but are sent from their own memory. Pickle protocol 5 sends such arrays out of band. So Ray
-copies them into its object store once, and the receiver can use the tensors there without another copy.
+tensor. The buffer is one flat array with the bytes of all tensors. With `lend`, large tensors are not copied into the
+buffer but are sent from their own memory. Pickle protocol 5 sends such arrays out of band. So Ray copies them into its
+object store once, and the receiver can use the tensors there without another copy.
 
 The encoding preserves types and order of containers, classes of other objects (through cloudpickle), the identity of
 tensors, dtypes, strides of dense tensors, and `requires_grad`. It does not preserve the device (everything arrives on
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 64
-"""Alignment of every part in bytes: the size of a cache line and of the widest vector register."""
+"""Alignment in bytes of each tensor in the buffer: the size of a cache line and of the widest vector register."""
 
 _INLINE_ARRAY_BYTES = 4096
-"""NumPy arrays up to this size stay in the skeleton, because a separate part would cost more than the copy."""
+"""NumPy arrays up to this size stay in the skeleton: storing them separately would cost more than copying them."""
 
 _LENT_BYTES = 2**16
-"""When a state is lent, tensors of at least this size are not copied. Smaller tensors are copied into one array."""
+"""`lend` does not copy tensors of at least this size. It copies smaller tensors into one array."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class StateEncoder:
 def lend(state: Any) -> EncodedState:
     """Encode `state` without copying its large tensors, to send it immediately.
 
-    Later changes to these tensors are visible.
+    If these tensors change before the state is sent, the changes are sent.
 
     Raises:
         pickle.PicklingError: An object in the state cannot be pickled.
@@ -185,7 +185,7 @@ class _Parts:
         return False
 
     def copy_into(self, memory: Bytes) -> None:
-        """Copy all tensors and arrays that were added into `memory`, except tensors that are only lent."""
+        """Copy all tensors and arrays that were added into `memory`, except tensors sent from their own memory."""
         for content, array_part in zip(self._arrays, self.array_parts, strict=True):
             _slice(memory, array_part)[:] = np.frombuffer(content, dtype=np.uint8)
         if self._tensors:
@@ -273,7 +273,7 @@ class _SkeletonUnpickler(pickle.Unpickler):
 
 
 def _loaded_torch() -> Any:
-    """Return PyTorch if this process has imported it. Otherwise there are no tensors."""
+    """Return PyTorch if this process has imported it, otherwise None. Without it, a state has no tensors."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "nn") else None
 
@@ -283,7 +283,7 @@ def _itself(value: Any) -> Any:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Return the reduction of a tensor that pickles itself, after moving it to the CPU.
+    """Return the value of `__reduce_ex__` for a tensor of a special type, after moving the tensor to the CPU.
 
     Raises:
         ValueError: `tensor` is one worker's shard of a sharded tensor.
@@ -297,7 +297,7 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 
 def _is_plain_tensor(value: Any, torch: Any) -> bool:
-    """Return True for a tensor that consists only of its elements in memory. Other tensors pickle themselves."""
+    """Return True for an ordinary dense tensor. Other tensors, such as sparse tensors, define how they are pickled."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return False
     return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
@@ -341,10 +341,7 @@ def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) 
 
 
 def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) -> list[torch.Tensor]:
-    """Create the tensors from their bytes.
-
-    Suppress PyTorch's warning about read-only arrays, which are never written to.
-    """
+    """Create the tensors from their bytes, without PyTorch's warning about read-only arrays."""
     if not parts:
         return []
     import torch
@@ -361,7 +358,7 @@ def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) 
 
 
 def _build_tensor(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
-    """Create one tensor that uses its bytes as its storage."""
+    """Create one tensor whose storage is the bytes `content`."""
     import torch
 
     tensor = _shaped(part, content) if part.num_bytes else torch.empty(part.shape, dtype=part.dtype)

@@ -1,1 +1,1 @@
-"""Text for people: cards, log lines, lists of ranks, one-time warnings, and masked secrets."""
+"""Output for people: HTML cards, log lines, lists of ranks, one-time warnings, and masked secrets."""

@@ -1,6 +1,6 @@
-"""Formats facts for people: as cards in notebooks, for light and dark backgrounds, and as lines for a terminal.
+"""Formats output for people: HTML cards for notebooks, on light and dark backgrounds, and lines for a terminal.
 
-All text in HTML is escaped.
+All text in the HTML is escaped.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def folded(summary: str, lines: Sequence[str]) -> str:
 
 
 def note(text: str) -> str:
-    """Return a line of text as HTML."""
+    """Return a remark for a card as HTML."""
     return f'<div class="raysgd-note">{safe(text)}</div>'
 
 
@@ -82,7 +82,7 @@ def width() -> int:
 
 
 def named_lines(rows: Iterable[tuple[str, str]], indent: int = 12) -> list[str]:
-    """Return names and values as lines that fit the terminal, one row below the other."""
+    """Return names and values as lines that fit the terminal, with the values in one column."""
     return [fitted(f"{name + ':':<{indent}}{value}", indent) for name, value in rows]
 
 

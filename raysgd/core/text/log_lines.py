@@ -1,4 +1,4 @@
-"""Log lines. Warnings are shown by default, and the driver shows its workers' warnings with their ranks.
+"""raysgd's logging: warnings are shown by default, and the driver shows its workers' log lines with their ranks.
 
 A library usually leaves logging to its user. raysgd warns about lost workers and about anything that changes training
 results, so it shows warnings until the user configures logging. From then on, only the user's handlers decide. A
@@ -21,13 +21,13 @@ _NAME = "raysgd"
 _FORMAT = "%(asctime)s raysgd %(levelname)s: %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
-_MOST_NOTES = 1000  # a worker's lines that wait for the driver; older lines are dropped
-_MOST_TOLD = 10_000  # different lines that a driver remembers to avoid repeating them
+_MOST_NOTES = 1000  # most lines that a worker stores for the driver; older lines are dropped
+_MOST_TOLD = 10_000  # most lines that a driver remembers to avoid repeating them
 
 
 @dataclass(frozen=True)
 class WorkerLogLine:
-    """A log line on its way from a worker to the driver."""
+    """A log line that a worker sends to the driver."""
 
     name: str
     level: int
@@ -70,9 +70,9 @@ class LogBuffer(logging.Handler):
             logging.lastResort.handle(record)
 
     def glance(self) -> tuple[WorkerLogLine, ...]:
-        """Return the lines that were not returned before.
+        """Return new lines for a heartbeat.
 
-        `drain` returns them again, because a heartbeat may stay unread.
+        `drain` returns them again, because the driver may never read the heartbeat.
         """
         notes = _taken_from(self._notes)
         self._glanced_at.extend(notes)
@@ -143,7 +143,7 @@ def collect(from_level: int) -> None:
 
 
 def glance() -> tuple[WorkerLogLine, ...]:
-    """Return new lines for the driver, which the next `drain` returns again.
+    """Return new log lines of this worker for a heartbeat. The next `drain` returns them again.
 
     Empty in a process that is not a worker.
     """
@@ -151,7 +151,7 @@ def glance() -> tuple[WorkerLogLine, ...]:
 
 
 def drain() -> tuple[WorkerLogLine, ...]:
-    """Return the lines that wait for the driver. Empty in a process that is not a worker."""
+    """Return the log lines of this worker since the last `drain`. Empty in a process that is not a worker."""
     return () if _notebook is None else _notebook.drain()
 
 
@@ -181,11 +181,11 @@ class Once:
     def is_first(self, key: Hashable) -> bool:
         """Return True on the first call for `key`."""
         mark = object()
-        return self._first.setdefault(key, mark) is mark  # atomic: only one thread wins
+        return self._first.setdefault(key, mark) is mark  # `setdefault` is atomic, so only one thread gets True
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Format ranks in ascending order for sentences. Four or more consecutive ranks become a range."""
+    """Format ranks as an ascending list, for use in sentences. Four or more consecutive ranks become a range."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

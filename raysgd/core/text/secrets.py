@@ -18,7 +18,7 @@ _AS_A_WORD = r"sig|sas|dsn|jwt|auth|authorization|bearer"
 _NAME = rf"(?:(?:{_ANYWHERE})\w{{0,40}}|(?:{_AT_THE_END}|(?<![a-z0-9])(?:{_AS_A_WORD}))\d*)"
 _IS_SECRET = re.compile(rf"{_NAME}$", re.IGNORECASE)
 
-# User and key before an `@`, even if the key has slashes. In a URI without a bucket, a port is not a key.
+# User and key before the `@` of a URI, even if the key has slashes. A port in a URI without a bucket is not a key.
 _USER = re.compile(
     r"""(?:\b(s3[an]?|gs|gcs|az|abfss?|wasbs?|oss):)?(?<=:)(?P<slashes>//?)"""
     r"""(?P<user>[^/@\s'"`]*:(?(1)|(?!\d+/))[^@\s'"`]{0,1000}@(?:[^/@\s'"`]*@)*)""",
@@ -45,7 +45,7 @@ def has_secret(text: str) -> bool:
 
 
 def user_of(uri: str) -> str:
-    """Return the part of a URI before the bucket or host, including the `@`.
+    """Return the user and key in a URI, including the `@` that follows them, or "" if it has none.
 
     >>> user_of("s3://id:a/secret@bucket/a"), user_of("s3://bucket/a")
     ('id:a/secret@', '')

@@ -41,9 +41,9 @@ class JsonLines(FileSink):
     """Writes one JSON object per line. If the last line was cut off by a full disk or a kill, a new line is started.
 
     Args:
-        name: The file.
+        name: The file: an absolute path, or a name in the run's folder.
         last: Entries to add at the end of each line.
-        strict: As for `as_json`.
+        strict: True to write NaN and infinity as null. False to write them as `NaN` and `Infinity`.
     """
 
     def __init__(self, name: str | Path, last: Mapping[str, Any] | None = None, *, strict: bool = True) -> None:
@@ -64,7 +64,13 @@ class JsonLines(FileSink):
 
 
 def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
-    """Remove the reports after a step from a file of JSON lines, and lines that are not reports."""
+    """Rewrite a file of JSON lines with only the reports up to a step. Other lines are removed.
+
+    Args:
+        path: The file to rewrite.
+        step: The last epoch or report number to keep.
+        last_step: The last step inside the next epoch to keep. None to keep no such step.
+    """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report, last_step)]
     with replacing(str(path)) as file:
@@ -72,11 +78,13 @@ def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
 
 
 def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None) -> bool:
-    """Return True if a report's epoch, or the report's number for a training function, is at most `step`.
+    """Return True if a report is from `step` or earlier.
+
+    A report is numbered by its epoch, or for a training function, by `training_iteration`.
 
     Args:
         step: The last epoch or report number that counts.
-        report: The report.
+        report: The report, a dict of metrics.
         last_step: The last step inside the next epoch that counts. None if no such step counts.
     """
     try:
@@ -88,7 +96,7 @@ def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None)
 
 
 def report_in(line: str) -> dict[str, Any] | None:
-    """Return the report in a line, or None if the line is incomplete, as after a kill."""
+    """Return the report in a line of JSON. None if the line is no JSON dict, for example cut off by a kill."""
     try:
         report = json.loads(line)
     except (ValueError, RecursionError):
@@ -120,7 +128,7 @@ def as_json(value: Any, indent: int | None = None, *, strict: bool = True) -> st
     dump = partial(json.dumps, cls=SafeFallbackEncoder, indent=indent, allow_nan=not strict)
     try:
         return dump(value)
-    except (TypeError, ValueError):  # keys that are not strings, a dict that contains itself, or NaN
+    except (TypeError, ValueError):  # from keys that are not strings, a dict that contains itself, or NaN
         return dump(_plain(value, strict, depth=0))
 
 
@@ -170,7 +178,7 @@ class CsvTable(FileSink):
             file.write(_encoded(self._columns, [flat]))
 
     def _rewrite(self, is_kept: Callable[[Mapping[str, Any]], bool], added: Sequence[str] = ()) -> list[str]:
-        """Rewrite the file with the rows to keep and the additional columns. Return the columns."""
+        """Rewrite the file with the rows for which `is_kept` is true and with added columns. Return all columns."""
         columns = [*self._columns, *added]
         with _reading(self.path) as lines:
             rows = [row for row in csv.DictReader(lines) if is_kept(row)]
@@ -214,7 +222,7 @@ class EventFile(Sink):
             folder.
         prefix: Prefix of all metric names, without a trailing slash. "" for no prefix.
         flushes: True to flush each row before `write` returns.
-        purpose: What needs the package, for the error if the package is missing.
+        purpose: What needs tensorboardX, for the error if it is not installed.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.

@@ -1,4 +1,4 @@
-"""Writes metrics to runs of services: MLflow, Weights & Biases, and Comet."""
+"""Writes metrics to experiment tracking services: MLflow, Weights & Biases, and Comet."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from raysgd.core.writers.sink import Sink
 
 
 class ServiceRun(Sink):
-    """Writes to a service's run: this process's active run, which stays open afterwards, or a new run.
+    """Writes to a run of a tracking service: the run that is active in this process, which stays open, or a new run.
 
     Args:
-        package: The service's package.
-        extra: The extra of this distribution that installs the package.
+        package: The service's Python package.
+        extra: The extra of raysgd that installs the package.
         purpose: What needs the package, for the error if the package is missing.
         name: Name of a new run. Default: the name of the raysgd run.
 
     Attributes:
-        run_id: Id of the service's run. If it is set before `open`, that run is continued, unless the raysgd run is
+        run_id: ID of the service's run. If it is set before `open`, that run is continued, unless the raysgd run is
             new.
 
     Raises:
@@ -43,7 +43,7 @@ class ServiceRun(Sink):
 
     @property
     def _service(self) -> Any:
-        """The package. It is not stored, because modules cannot be copied."""
+        """The service's package. It is not stored in an attribute, because modules cannot be copied."""
         return require(self._package, self._extra)
 
     def open(self, run: Any, first_step: int | None = None) -> None:
@@ -63,7 +63,7 @@ class ServiceRun(Sink):
 
     @abstractmethod
     def _start(self, run: Any) -> Any:
-        """Start a run. If `run_id` is set, continue the run with that id."""
+        """Start a run of the service for the raysgd run `run`. If `run_id` is set, continue the run with that ID."""
 
     @abstractmethod
     def _end(self, started: Any, has_failed: bool) -> None:
@@ -83,7 +83,7 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 logger = logging.getLogger(__name__)
 
-_default_stores: set[str] = set()  # chosen by this module; MLflow cannot distinguish them from a user's choice
+_default_stores: set[str] = set()  # stores set by this module, which MLflow cannot distinguish from a user's choice
 
 
 class MLflowRun(ServiceRun):
@@ -138,9 +138,9 @@ class MLflowRun(ServiceRun):
         self._service.end_run(status="FAILED" if has_failed else "FINISHED")
 
     def _log_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Log the parameters. If MLflow rejects them, log each one that it accepts.
+        """Log the parameters. If MLflow rejects any, log those that it accepts one by one.
 
-        An active run may already have other values for some parameters.
+        MLflow rejects parameters to which an active run has already assigned other values.
         """
         try:
             self._service.log_params(parameters)
@@ -155,7 +155,7 @@ class MLflowRun(ServiceRun):
         self._service.log_metrics(_by_allowed_names(numbers_in(row)), step=step)
 
     def add_folder(self, folder: Path) -> None:
-        """Upload a folder under the same name."""
+        """Upload a folder as an artifact with the folder's name."""
         self._service.log_artifacts(str(folder), artifact_path=folder.name)
 
     def _choose_store(self, default: Path) -> None:
@@ -186,7 +186,7 @@ class MLflowRun(ServiceRun):
 
 
 def _parameters(config: Any) -> dict[str, Any]:
-    """Return a training function's config as names and values."""
+    """Return a training function's config, which may be of any type, as a dict of parameters."""
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
@@ -207,7 +207,7 @@ class WandbRun(ServiceRun):
 
     Args:
         name: Name of a new run.
-        purpose: What needs the package, for the error if the package is missing.
+        purpose: What needs wandb, for the error if wandb is missing.
         options: Arguments of `wandb.init`, such as `project` and `mode`.
     """
 
@@ -242,7 +242,7 @@ class CometRun(ServiceRun):
         online: True to send the experiment to Comet. False to write an archive into the run's folder, for `comet
             upload`.
         name: Name of a new experiment.
-        purpose: What needs the package, for the error if the package is missing.
+        purpose: What needs comet_ml, for the error if comet_ml is missing.
         options: Arguments of Comet's experiment class, such as `project_name` and `workspace`.
     """
 

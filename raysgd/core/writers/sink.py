@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInFolder:
-    """A minimal run, for sinks that need only a folder."""
+    """A stand-in for a run, for sinks that need only the run's folder."""
 
     folder: Path
     config: Any = None
@@ -37,8 +37,8 @@ class Sink(ABC):
         """Start writing for a run.
 
         Args:
-            run: The run, with its `folder`, `config` and `name`. A sink that writes elsewhere must not read `folder`,
-                because reading it may create the folder.
+            run: The run, with the attributes `folder`, `config` and `name`. A sink that does not write to the folder
+                must not read `folder`, because reading it may create the folder.
             first_step: The step from which the run continues. Rows of later steps come from a previous run and are
                 removed. 0 for a new run. None to keep all rows.
         """
@@ -63,7 +63,7 @@ class FileSink(Sink):
 
     Attributes:
         path: The file's path. Before `open`, its name.
-        last_step: For rows with a step, the last step inside an interrupted epoch whose row is kept. None if no such
+        last_step: When a run continues inside an epoch, the last step of that epoch whose row is kept. None if no such
             row is kept.
     """
 
@@ -79,7 +79,7 @@ class FileSink(Sink):
 
     @abstractmethod
     def _begin(self, first_step: int | None) -> None:
-        """Create the file, or remove the rows that the run does not continue."""
+        """Create the file, or remove rows of an earlier run from it. See `Sink.open` for `first_step`."""
 
 
 def place_in(run: Any, name: Path) -> Path:
@@ -92,7 +92,7 @@ class SafeSink:
 
     Args:
         sink: The sink to write to.
-        owner: The sink's name for users, shown in warnings.
+        owner: Name by which warnings refer to the sink.
         hidden: Names of metrics that are not written.
     """
 
@@ -117,18 +117,18 @@ class SafeSink:
         self._open_once()
 
     def begin(self, run: Any, first_step: int | None = None) -> None:
-        """Set the run. The sink is opened by the first row."""
+        """Set the run without opening the sink. The first `write` opens it."""
         self._run, self.first_step, self._is_open = run, first_step, False
 
     def write(self, row: Any, step: int) -> None:
-        """Write one row. On failure, warn."""
+        """Write one row. If that fails, log a warning."""
         with self.warns():
             self._open_once()
             shown = {name: row[name] for name in row if name not in self._hidden} if self._hidden else row
             self._sink.write(shown, step)
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close the sink if it is open. On failure, warn."""
+        """Close the sink if it is open. If that fails, log a warning."""
         with self.warns():
             if self._is_open:
                 self._is_open, self._run = False, None
@@ -153,12 +153,12 @@ def failures_warned(owner: str, warned: Once) -> Iterator[None]:
     """Turn an exception of the block into a warning, once per error type.
 
     Args:
-        owner: Name of the failing object for users, shown in the warning.
-        warned: Remembers the error types that were already warned about.
+        owner: Name by which the warning refers to the failing object.
+        warned: Remembers for which error types a warning was logged.
     """
     try:
         yield
-    except Exception as error:  # from a disk or a service, or a bug: it must not end days of training
+    except Exception as error:  # of any type, from a disk, a service or a bug: it must not end a long training run
         kind = type(error).__name__
         if warned.is_first(kind):
             logger.warning(

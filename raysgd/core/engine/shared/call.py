@@ -1,4 +1,4 @@
-"""Calls: one piece of work for the group, and the handle to a call that runs in the background."""
+"""`Call`, a function to run on all workers of a group, and `CallHandle`, the handle to a call in the background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call:
-    """One piece of work for the group.
+    """A function to run on the workers of a group, and how to recover from failures while it runs.
 
     Attributes:
         function: Runs on the worker as `function(replica, *args)`.
@@ -23,7 +23,7 @@ class Call:
         changes_state: True if the call changes the replicas' state, so that a snapshot or a repetition is needed.
         keeps_alike: True if replicas that were in sync before the call are in sync after it. If such a call fails on
             only one rank, the replicas may be out of sync.
-        captures: True to always copy the state after the call.
+        captures: True to copy the replicas' state after the call even if no snapshot is due.
         rank: The only rank that runs the call. None for all ranks.
         on_wait: Called in the driver about ten times a second while it waits for the call.
         resume: Resumes the call in a newly formed group, with the same arguments as `function`. None if the call can
@@ -32,14 +32,16 @@ class Call:
             snapshot nor a repetition is needed.
         check: Called with the values of all ranks before the call counts as completed. If it raises, the group is
             killed, because its replicas are out of sync.
-        divergence: Describes how ranks diverged, so that some would wait for other ranks forever. Returns "" if they
-            did not. Takes one object per rank: heartbeats during the call, values and failures after the call failed.
-        may_continue: False if the call must never continue in place.
+        divergence: Returns a description of how ranks diverged, so that some would wait for other ranks forever, or ""
+            if they did not diverge. Takes one object per rank: heartbeats during the call, values and failures after
+            the call failed.
+        may_continue: False if survivors of a failure must not continue the call in a new group.
         is_short: True if the call may be so short that the time to send it matters.
         is_repeatable: True if repeating the call later gives the same result. False for a function that reads objects
             that the user may change in the meantime.
-        leaves: Called regularly while the call runs. Once it returns True, all ranks stop at the next step, and the
-            call's values are the ranks' captures at that step. Only for calls that can be resumed. See ADR 140.
+        leaves: Called regularly while the call runs. Once it returns True, the call ends early: all ranks stop at the
+            next step, and the call's values are the ranks' captures, copies of their state at that step. Only for calls
+            that can be resumed. See ADR 140.
     """
 
     function: Callable[..., Any]
@@ -72,7 +74,7 @@ class Call:
         """Return the arguments by rank, only for the ranks that run the call.
 
         Args:
-            args: The arguments of all ranks.
+            args: The arguments of every rank of the group, by rank.
         """
         return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}
 
@@ -93,7 +95,7 @@ class CallHandle(ABC, Generic[T]):
 
         Raises:
             TimeoutError: The call is still running. It is not interrupted.
-            Exception: The call's error.
+            Exception: The error that the call raised.
         """
 
 

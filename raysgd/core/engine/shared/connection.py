@@ -33,7 +33,7 @@ class Connection(ABC):
         self.load()
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
-        """Use these GPUs in the driver, if the driver is a worker. They are reserved for it.
+        """Make the driver, if it is a worker, use only these GPUs, which are reserved for it.
 
         Remote workers do not need this, because each sees only its assigned GPUs.
         """
@@ -52,7 +52,7 @@ class Connection(ABC):
     def open_endpoint(self, host: str, rank: int) -> int:
         """Start listening for the other ranks of the next group, if needed, and return the port.
 
-        The returned number may have more bits than a port. Only `join` interprets them: see `Rendezvous`.
+        The returned number may have more bits than a port number. Only `join` interprets it: see `Rendezvous`.
 
         Args:
             host: Address of this machine to listen on. Only ranks that can reach this address can connect.
@@ -71,16 +71,16 @@ class Connection(ABC):
         """
 
     def interrupt(self) -> None:  # noqa: B027 - most connections have nothing to interrupt
-        """Break the group: abort `join` and all collectives of this rank. Called from another thread.
+        """Abort `join` and all collectives of this rank, after which the group is unusable. Called from another thread.
 
-        If a connection cannot do this, ranks that wait for a lost rank cannot continue in place.
+        If a connection does not implement this, ranks that wait for a lost rank can only be restarted.
         """
 
     def give_up(self, error: BaseException) -> None:
-        """Abort communication in which other ranks may wait for this rank, because a call failed in a broken group.
+        """Abort communication in which other ranks may wait for this rank, after a call failed in a broken group.
 
         Args:
-            error: The call's error.
+            error: The exception that the call raised.
         """
         self.interrupt()
 
@@ -92,7 +92,7 @@ class Connection(ABC):
         """
 
     def leave_for_another(self) -> None:
-        """Leave the group right before joining another group. May postpone cleanup."""
+        """Leave the group right before joining another group. Cleanup may be postponed."""
         self.leave()
 
     @abstractmethod

@@ -15,7 +15,7 @@ from raysgd.exceptions import WorkerFault, portable_copy
 
 _QUOTED_FRAME = re.compile(r'( *)File "([^"\n]+)", line (\d+), in (\S+)')
 _HEADS = ("Original Traceback (most recent call last):", "in user code:")
-"""Headings of frames in error messages, as PyTorch's loader processes and TensorFlow's functions write them."""
+"""Lines that precede quoted stack frames in error messages of PyTorch's loader processes and TensorFlow's functions."""
 _MOST_CALLERS = 5
 _MOST_CAUSES = 3
 _LONGEST_CAUSE = 200  # characters
@@ -36,12 +36,12 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
     The traceback starts at the first frame of user code, because the library's frames before it do not help.
 
     Args:
-        error: The exception.
+        error: The exception to describe. Its traceback is shortened in place.
         rank: Rank of this worker.
         node: Address of this node.
         portable: True if the description is sent to another process. Otherwise the exception keeps its live frames for
             debuggers, and `traceback_text` stays empty, because Python shows the frames anyway.
-        brief: True to leave source lines out of the traceback, because Python reads many files for them.
+        brief: True to omit source lines from the traceback, because Python must read many files to get them.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
     message, frames = _message(error, portable), _frames(error)
@@ -83,7 +83,7 @@ def _traceback_text(error: BaseException, message: str, frames: traceback.StackS
     if frames is not None:
         places = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames]
         return f"Traceback (most recent call last):\n{''.join(places)}{type(error).__name__}: {message}\n"
-    if len(message) > _LONGEST_TEXT:  # Python's text would contain the whole message again
+    if len(message) > _LONGEST_TEXT:  # `format_exception` would include the whole message again
         return "".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__name__}: {message[:200]} ...\n"
     return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
 
@@ -98,10 +98,10 @@ def _message(error: BaseException, portable: bool) -> str:
 
 
 def _quoted(error: BaseException) -> tuple[list[str], str]:
-    """Split an error message that quotes frames.
+    """Split an error message that quotes stack frames.
 
     Returns:
-        The quoted lines of user code, innermost last, and the message without the frames.
+        The quoted lines of user code, innermost last, and the message without the quoted frames.
     """
     text = str(error)
     if not any(head in text for head in _HEADS):
@@ -116,7 +116,7 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
         elif indent and line.startswith(indent):
             if is_place:
                 places[-1] += f": {line.strip()}"
-            is_place = False  # further lines only mark parts of the line of code
+            is_place = False  # further indented lines only underline parts of the line of code
         else:
             indent = ""
             words.append(line.strip())
@@ -125,7 +125,7 @@ def _quoted(error: BaseException) -> tuple[list[str], str]:
 
 
 def _location(error: BaseException, frames: traceback.StackSummary) -> str:
-    """Return the innermost line of user code, or without user code, the innermost function of the traceback."""
+    """Return the innermost line of user code, or if there is none, the innermost line of the traceback."""
     if not frames:
         return "an unknown place"
     own = _own_lines(error)
@@ -164,16 +164,16 @@ def _causes(error: BaseException) -> tuple[str, ...]:
 
 
 def _own_lines(error: BaseException) -> list[str]:
-    """Return the lines of user code in the traceback, then the lines that the message quotes, innermost last."""
+    """Return the lines of user code in the traceback, then the user's lines that the message quotes, innermost last."""
     own = _frames(error, only_own=True)
     places = [(f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line) for frame in own]
     return [f"{place}: {line}" if line else place for place, line in places] + _quoted(error)[0]
 
 
 def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackSummary:
-    """Return the traceback's frames, or with `only_own`, the frames of user code.
+    """Return the traceback's frames, or with `only_own`, only the frames of user code.
 
-    Source files are read only once a line's text is used.
+    Source files are read only when a line's text is used.
     """
     frames = traceback.walk_tb(error.__traceback__)
     chosen = ((frame, line) for frame, line in frames if is_of_user(frame) or not only_own)
@@ -181,7 +181,7 @@ def _frames(error: BaseException, *, only_own: bool = False) -> traceback.StackS
 
 
 def _picklable(error: BaseException) -> BaseException | None:
-    """Return the exception if it can be pickled, or a copy without the parts that cannot, or None."""
+    """Return the exception if it can be pickled, otherwise a copy without the unpicklable parts, otherwise None."""
     if _is_plain(error) or _survives(error):
         return error
     try:
@@ -192,7 +192,7 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return True if the exception can certainly be pickled. This skips a trial for most connection errors."""
+    """Return True if the exception can certainly be pickled. Most connection errors then need no trial pickling."""
     is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
     return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)
 

@@ -26,12 +26,12 @@ class GroupEvent:
         kind: One of these:
 
             * "started": The first group was started.
-            * "continued": Survivors of a failure continued in place.
+            * "continued": Survivors of a failure kept their processes and continued in a new group.
             * "restored": After a failure, all workers restored a snapshot.
-            * "restarted": New workers restored a snapshot, because the old workers had been stopped after Ctrl-C, after
+            * "restarted": New workers restored a snapshot after the old workers had been stopped: after Ctrl-C, after
               an exception that left some of them stuck, or after a call had used up its retries.
             * "grown": More workers joined.
-            * "left": Workers left a node that is going away.
+            * "left": Workers left a node that is being removed.
             * "hung": A worker was killed because it did not respond.
             * "lost": A failure ended the call with an error.
             * "ended": All workers were stopped, after Ctrl-C or an exception that left some of them stuck.
@@ -39,7 +39,7 @@ class GroupEvent:
         new_size: Number of workers after the event.
         seconds: Duration of the event.
         cause: Reason for the event.
-        detail: Effect on the work, in the user's terms.
+        detail: Effect on the training, for users: for example, where it continues.
         at: When the event was over, in Unix time.
         num_kept: Number of workers that kept their process while all workers restored a snapshot.
     """
@@ -55,7 +55,7 @@ class GroupEvent:
 
     @property
     def began_at(self) -> float:
-        """When the event began, in Unix time. A failure begins when it is noticed."""
+        """When the event began, in Unix time. A failure begins when it is detected."""
         return self.at - self.seconds
 
     @property

@@ -12,23 +12,23 @@ from raysgd.core.engine.shared.types import Resources
 from raysgd.core.text.log_lines import LogRelay
 
 EverySeconds = float | Literal["auto"] | None
-"""The user's `snapshot_every_s`: seconds, "auto", or None for no snapshots."""
+"""Type of the user's option `snapshot_every_s`: seconds, "auto", or None for no snapshots."""
 
 
 @dataclass(frozen=True)
 class FrontEndWords:
-    """Sentences of a front end that the engine adds to its errors and log lines.
+    """Front-end-specific wording that the engine adds to its errors and log lines.
 
     Attributes:
         when_shut_down: Added to the error of a call to a trainer that was shut down.
         when_interrupted: Added to the error of a call during which the trainer was shut down.
         when_starved: Added to the error if too few workers can be started.
-        when_spent: Added to the error if a failure finds no retry left.
+        when_spent: Added to the error if a worker fails when no retry is left.
         when_not_granted: Added to the error if Ray does not grant the resources in time.
-        with_cpus: The argument for a worker's CPUs, with a placeholder for the number.
-        after_end: What remains after all workers have ended. For the history.
-        restart_point: What new workers start from. For the history.
-        name: Name of this trainer in errors of other trainers in the program.
+        with_cpus: Format string of the argument that sets a worker's CPUs, with a placeholder for the number.
+        after_end: Phrase for the history about the state that remains after all workers have ended.
+        restart_point: Phrase for the history about the state that new workers start from.
+        name: How error messages of other trainers in the program refer to this trainer.
     """
 
     when_shut_down: str = ""
@@ -50,27 +50,29 @@ class GroupSpec:
     """The settings with which a trainer starts its worker groups.
 
     Attributes:
-        connection: Connects the workers.
+        connection: Connects each worker with the other workers of its group.
         make_replica: Builds a worker's replica. It is pickled and sent to the worker.
         resources: Resources of one worker.
         use_local: True if rank 0 runs in the driver process.
         initialization_hook: Runs once in each worker process, before everything else.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
-        captures: True if workers copy their state after calls that change it. Not needed if no worker can be lost.
+        captures: True if workers copy their training state after calls that change it. Not needed if no worker can be
+            lost.
         snapshot_every_s: How often workers copy their state. See `is_due` in `snapshots`.
-        snapshots_inside: True if workers also copy their state inside calls.
-        regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place.
-        runs_on: True if replicas keep running when the group changes, even between calls, and keep their ranks.
-            Excludes `regroups`.
+        snapshots_inside: True if workers also copy their state during calls.
+        regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place: keep
+            their processes and form a new group.
+        runs_on: True if replicas run a user's function that keeps running while the group changes, even between calls.
+            Each replica then keeps its rank. Excludes `regroups`.
         renews: True if survivors that cannot continue in place keep their processes and rebuild their replicas.
         num_spares: Number of spare workers that are ready to replace lost workers.
         packs: True to place workers on as few nodes as possible. False to spread them over as many as possible.
-        within: The placement group to use: "default" for the placement group of this process, a placement group, or
-            None for none.
+        within: The existing placement group to use. "default" uses the group that this process runs in, if any. None
+            uses no existing group.
         heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
         settle_timeout_s: How long a survivor of a failure may take to finish its step.
         relay: Logs the workers' log lines in the driver.
-        words: Sentences of the front end for errors and log lines.
+        words: Front-end-specific wording for errors and log lines.
     """
 
     connection: Connection
@@ -110,7 +112,7 @@ class GroupSpec:
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if survivors of a failure can be used again, so that it matters which workers survive."""
+        """True if survivors of a failure can be used again, so the engine must find out which workers survived."""
         return self.keeps_processes or self.runs_on
 
     @property

@@ -18,7 +18,7 @@ class Capture:
     """One rank's part of a snapshot.
 
     Attributes:
-        rank_state: This rank's own state, such as its random state. Small.
+        rank_state: This rank's own state, such as the state of its random generators. Small.
         shared_state: State that all ranks share, such as model and optimizer. Set only by rank 0, and only if it is
             small enough to be sent with the answer.
         progress: This rank's progress in the running call, for a mid-call snapshot. Small.
@@ -36,10 +36,13 @@ class Capture:
 
 
 class Replica(Protocol):
-    """The framework's object in a worker process. Only `fetch` may be called while another method is running."""
+    """The object that holds the model and trains it in a worker process. Each framework has its implementation.
+
+    Only `fetch` may be called while another method is running.
+    """
 
     def setup(self) -> Any:
-        """Build the user's objects, after the worker has joined its group. Return facts for the front end."""
+        """Build the user's objects, after the worker has joined its group. Return facts that the front end needs."""
 
     def capture(self, landed_token: int | None) -> Capture:
         """Copy the state. `landed_token` is the token of the newest shared state that has arrived in the driver."""
@@ -64,13 +67,16 @@ class RegroupingReplica(Replica, Protocol):
         """Return the replica's progress, after it has left the old group."""
 
     def warm_up(self) -> None:
-        """Run everything that is slow the first time. The state is overwritten later, when the worker joins a group."""
+        """Run operations that are slow the first time, such as compilation.
+
+        Their effect on the state does not matter, because the worker receives the state of the group that it joins.
+        """
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Continue as rank `world.rank` of a new group, which has formed. Return facts, like `setup`."""
+        """Continue as rank `world.rank` of a new group, after all ranks have joined it. Return facts, like `setup`."""
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat."""
+        """Return the replica's current progress as a `Heartbeat`."""
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Propose to stop the running call after `at` steps, or if `at` is None, `margin` steps from now.
@@ -87,7 +93,7 @@ class RegroupingReplica(Replica, Protocol):
         """
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Settle a proposal: stop at the proposed step if `is_agreed`, otherwise drop the proposal."""
+        """Settle a proposal: stop at the proposed step if `is_agreed`, otherwise cancel the proposal."""
 
     def last_hold(self) -> tuple[int, bool]:
         """Return the number of the last proposal, and True if this rank was notified that all ranks agreed to it."""
@@ -96,7 +102,7 @@ class RegroupingReplica(Replica, Protocol):
         """Restore a snapshot that was taken inside a call, so that the call can resume there.
 
         Args:
-            shared_state: The shared state.
+            shared_state: State that all ranks share, such as the model.
             own_state: This rank's own state. None if the snapshot has none for this rank.
             first: Progress of rank 0.
             parts: Progress of the old ranks whose metrics this rank takes over.
@@ -162,7 +168,10 @@ def capture_here(replica: RegroupingReplica) -> Capture:
 
 
 def hold(replica: Any) -> None:
-    """Interrupt the call of a replica that keeps running between calls, so that workers can join."""
+    """Interrupt a call that waits for a message from the user's function, so that workers can join.
+
+    The function itself keeps running.
+    """
     replica.hold()
 
 
@@ -183,5 +192,8 @@ def last_hold(replica: Any) -> tuple[int, bool]:
 
 
 def leave_call(replica: Any, number: int) -> None:
-    """Make the calls of loan `number` and of all earlier loans give up between two batches."""
+    """Make calls that run on this standby worker for loan `number` or an earlier loan stop between two batches.
+
+    During a loan, a standby worker runs a separate call until the group needs the worker.
+    """
     replica.leave_call(number)

@@ -1,4 +1,4 @@
-"""What each rank's time was spent on: seconds by bin, which add up to the elapsed time.
+"""What each rank's time was spent on: seconds by category (bin), such as useful steps. They add up to the elapsed time.
 
 Workers measure the times (`raysgd/trainer/worker/ledger.py`), and the driver sums them
 (`raysgd/core/history/accounts.py`). ADR 97 explains the bins.
@@ -37,7 +37,7 @@ BINS: Mapping[str, str] = {
     DRIVER: "driver (between calls)",
     OTHER: "other",
 }
-"""Descriptions of the bins for users, by bin."""
+"""What users see for each bin."""
 
 SHOWN_FROM = 0.005
 OUTSIDE = (START_UP, EVALUATION, VALIDATION_WAIT, DRIVER)
@@ -57,10 +57,10 @@ class TimeSpent:
     """What one replica's time was spent on, as measured in its worker.
 
     Attributes:
-        of: Identifies the replica. It differs between replicas that have the same rank one after the other.
+        of: Identifies the replica. Replicas that have the same rank one after the other have different values.
         seconds: Seconds by bin since the replica got its rank.
         unsaved_s: Seconds of useful steps since the replica's state was last copied.
-        is_successor: True if the replica got its rank in a group that continued in place.
+        is_successor: True if the replica got its rank when survivors of a failure continued in a new group.
     """
 
     of: str
@@ -98,7 +98,7 @@ class TimeLedger:
         raise ValueError(f"`rank={rank!r}` has no ledger: {'; '.join([known, *self.notes])}.")
 
     def total(self) -> dict[str, float]:
-        """Return the total seconds of all ranks by bin. Empty bins are left out."""
+        """Return the total seconds of all ranks by bin. Empty bins are omitted."""
         return dict(self._total)
 
     @cached_property
@@ -123,7 +123,7 @@ class TimeLedger:
         return goodput_of(self.total())
 
     def largest_avoidable(self) -> tuple[str, float] | None:
-        """Return a description of the training calls' largest avoidable cost, and its fraction of their time.
+        """Return what cost the most avoidable time in training calls, and the fraction of their time that it took.
 
         None before the first training call.
         """

@@ -1,8 +1,8 @@
 """Removes the library's frames from the tracebacks that users see. `RAYSGD_TRACEBACK=full` disables this.
 
-As in Keras and JAX, the error's own traceback is shortened. No hook of Python or IPython is replaced, and debuggers
-still stop in the user's frames, even in those of a worker in this process. An error that may be a bug of raysgd keeps
-its whole traceback.
+As in Keras and JAX, the traceback of the exception object is shortened. No hook of Python or IPython is replaced, and
+debuggers still stop in the user's frames, including frames of a worker in this process. An error that may be a bug of
+raysgd keeps its whole traceback.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from raysgd.exceptions import RaySGDError
 ClassT = TypeVar("ClassT", bound=type[Any])
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # the library's frames explain nothing about these
-_MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)  # mostly a wrong argument or path, rarely a bug
+_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # errors whose message says all, so the library's frames do not help
+_MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)  # mostly a wrong argument or path of the user
 _MOST_FRAMES = 3
 
 
@@ -61,8 +61,8 @@ def without_library_frames(error: BaseException, unless: str) -> BaseException:
     """Shorten an error's traceback to the frames that help a user. Return the error.
 
     Args:
-        error: The error. Its traceback starts in the caller of this function.
-        unless: How to disable this. Unused, but users read it, because the traceback shows the calling line.
+        error: The error to shorten. Its traceback starts in the caller of this function.
+        unless: How to disable the shortening. Unused here, but the traceback shows users the line of the call.
     """
     trace = error.__traceback__
     inside = trace.tb_next if trace is not None else None

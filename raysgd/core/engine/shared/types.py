@@ -1,4 +1,4 @@
-"""The data types that the parts of the engine exchange. All are frozen: changes create new objects."""
+"""The data types that the parts of the engine exchange. All are frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raysgd.exceptions import WorkerFault
 FailureKind = Literal["died", "disconnected", "user"]
 LOOPBACK = "127.0.0.1"
 PORT_BITS = 16
-"""Number of low bits of an endpoint's number that are its port. The other bits identify a Unix socket."""
+"""Number of low bits of an endpoint's number that hold its port. The other bits identify a Unix socket."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Rendezvous:
 
 
 def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:
-    """Return the address at which each worker should listen for the others.
+    """Return the address at which each worker should listen for the other workers.
 
     If all workers are on one node, this is the loopback address: no other node needs to connect, and a node may not be
     able to reach its own public address.
@@ -115,7 +115,7 @@ class Resources:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def bundle(self) -> dict[str, float]:
-        """Return the resources as a Ray bundle. Zeros are left out, because Ray rejects them."""
+        """Return the resources as a Ray bundle. Zero amounts are omitted, because Ray rejects them."""
         amounts = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.custom}
         return {name: amount for name, amount in amounts.items() if amount > 0}
 
@@ -150,7 +150,7 @@ class PlacementGroupHolder:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The cluster at one moment.
+    """The cluster's nodes and resources at one moment.
 
     Attributes:
         nodes: The live nodes.
@@ -206,14 +206,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """The progress of a replica in a call that was interrupted or that stopped at a step boundary.
+    """The progress of a replica in a call that was interrupted or that stopped between two steps.
 
     Attributes:
         progress: Number of completed steps of the call. All ranks count steps in the same way.
         is_whole: True if the replica has the state after a completed step, so that other replicas may copy it.
         obstacle: Reason why the replica cannot continue in another group, or None if it can.
-        words: The progress in the user's terms, for the log.
-        admits: True if other workers may join at this point.
+        words: Description of the progress for users, for the log.
+        admits: True if other workers may join the group at this point.
     """
 
     progress: int = 0
@@ -229,8 +229,8 @@ class StateHandover:
 
     Attributes:
         source: Rank in the new group whose state all ranks continue from.
-        takers: Ranks in the new group that lack this state, in the order in which they pass it on.
-        orphans: Progress and metrics of the ranks that left without having failed.
+        takers: Ranks in the new group that lack this state. Each receives it from the rank before it and passes it on.
+        orphans: Progress and metrics of the ranks that left the group without having failed.
         make_replica: The current replica factory, for joining workers, whose factory may be outdated. None for
             survivors.
     """
@@ -257,7 +257,7 @@ class StateHandover:
 
 @dataclass(frozen=True)
 class DataLedger:
-    """How many samples of the current or last pass over the data were used, in flight or left out.
+    """How many samples of the current or last pass over the data were used, are in use or were skipped.
 
     Attributes:
         pass_index: Index of the pass, from 0.
@@ -274,7 +274,7 @@ class DataLedger:
     left_out: int = 0
 
     def used_since(self, before: DataLedger) -> int:
-        """Return how many samples of this pass were used since an earlier ledger.
+        """Return how many samples of this pass were used since `before`, an earlier ledger.
 
         >>> [DataLedger(1, 100, 60).used_since(DataLedger(index, 100, 20)) for index in (0, 1)]
         [60, 40]
@@ -300,7 +300,7 @@ class Heartbeat:
         at: Time of the heartbeat, on the worker process's clock.
         own_s: Seconds that this rank has worked, rather than waited for other ranks, in the current or last training
             call. None if not measured.
-        data: Counts of the samples. None if the library does not shard the data.
+        data: How many samples were used. None if the library does not shard the data.
         notes: Lines that the process logged since its last heartbeat or answer.
         time: What the rank's time was spent on. None if not measured.
         joint_work: Record of the work in the current or last training call that all ranks must do in the same way. None
@@ -327,12 +327,12 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class HeldAtStep:
-    """What a call returns on every rank if it stopped at a proposed step boundary.
+    """What a call returns on every rank if it stopped after a step, for example to let workers join.
 
     Attributes:
         step: Number of completed steps of the call.
         part: This rank's part of a snapshot taken at that step (a `Capture`).
-        is_planned: True if the call's own arguments asked to leave it at this step.
+        is_planned: True if the call's own arguments told it to end early at this step.
     """
 
     step: int
