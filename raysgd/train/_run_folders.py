@@ -26,8 +26,8 @@ def check_logdir(logdir: Any) -> None:
     """Check that `logdir` is a local folder or a folder's URI, without connecting to anything.
 
     Raises:
-        TypeError: It is neither a string nor a path.
-        ValueError: It is empty, or its scheme is unknown.
+        TypeError: `logdir` is neither a string nor a path.
+        ValueError: `logdir` is empty, or its scheme is unknown.
         ModuleNotFoundError: A package that the URI needs is missing.
     """
     if is_uri(logdir):
@@ -113,7 +113,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
 
 
 def _send(local: Path, run_dir: Folder) -> None:
-    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)  # the store already has these
+    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)  # in the store already
     try:
         run_dir.upload(local)
     except StorageError as error:

@@ -44,7 +44,7 @@ _NAMED = {
 
 
 class Backend:
-    """Connects the workers. Each trainer creates a backend.
+    """The driver side of a plug-in: connects a trainer's workers and converts their data. Each trainer creates one.
 
     Attributes:
         share_cuda_visible_devices: True if each worker sees the GPUs of all workers on its node.

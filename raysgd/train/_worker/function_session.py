@@ -100,7 +100,7 @@ class Session:
         return self._world
 
     def _part_of(self, shard: Any) -> Any:
-        """Return the function's part of a shard. For a stream, the part is determined by the rank."""
+        """Return the data for the function. For a stream, the rank determines which part the worker reads."""
         return shard.of_worker(lambda: self.world) if isinstance(shard, StreamPart) else shard
 
     def _run(self) -> Any:
@@ -125,7 +125,7 @@ class Session:
         """Send metrics, optionally with a checkpoint, which is a dict or a `Checkpoint`.
 
         Raises:
-            TypeError: `checkpoint` has another type, or `options` were passed, which only functions of `fit` may use.
+            TypeError: `checkpoint` has another type, or `options` were passed, which needs a function run by `fit`.
         """
         if options is not None:
             raise TypeError(f"`{options}`: only functions that `fit` runs can choose how a checkpoint is stored.")
@@ -157,8 +157,8 @@ class Session:
         """Ask the driver a question and return its answer, which is the same on all ranks. All ranks must ask.
 
         Args:
-            name: The question.
-            data: This rank's part of the question.
+            name: Name of the question, which tells the driver how to compute the answer.
+            data: This rank's input to the answer.
 
         Raises:
             RuntimeError: The function is about to step into a running group, which asked this question earlier.

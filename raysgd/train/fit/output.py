@@ -44,7 +44,7 @@ PARAMS_PICKLE_FILE = "params.pkl"
 
 _NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
 _UPLOAD_EVERY_S = 5.0
-_LARGEST_VALUE = 10_000  # bytes; a limit, because each report contains the config
+_LARGEST_VALUE = 10_000  # bytes; larger config values are shortened, because each report contains the config
 _MOST_ENTRIES = 1_000
 
 
@@ -131,11 +131,11 @@ def attempt(what: str, work: Callable[[], object]) -> None:
 
 
 class Logs:
-    """Copies a trial's logs to its folder, unless they are written there directly.
+    """A trial's log files. With remote storage, they are written to a local folder and copied to the storage.
 
     Args:
-        folder: The run's folders.
-        chores: The thread that copies the logs.
+        folder: The trial's local folder and its folder in the storage.
+        chores: Background thread that copies the logs.
     """
 
     def __init__(self, folder: TrialFolder, chores: ThreadPoolExecutor) -> None:
@@ -145,7 +145,7 @@ class Logs:
         self._running: Future[None] | None = None
 
     def fetch(self) -> None:
-        """Fetch the logs of the run that this run continues, to append to them."""
+        """If this run continues an earlier run, download the earlier logs, so that new reports are appended to them."""
         if not self._folder.is_local and not self._folder.is_new:
             for name in self._folder.trial.names():
                 if self._folder.trial.has(name):
@@ -215,7 +215,7 @@ def _size_of(value: Any) -> int:
 
 
 class ConsoleReporter:
-    """A callback that prints the events of a run: `RunConfig(verbose=...)`.
+    """A callback that prints the events of a run, for `RunConfig(verbose=...)`.
 
     Args:
         verbose: 1 prints the run's folder and its end, 2 also attempts and checkpoints, 3 also each report.

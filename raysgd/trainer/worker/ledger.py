@@ -1,9 +1,10 @@
-"""The goodput ledger of one replica: assigns every second since the replica joined a group to one bin.
+"""The goodput ledger of one replica: measures which part of its time goes into useful training.
 
-Plain accounting with a clock, independent of the framework. The training loop announces which bin starts, so a switch
-costs one reading of the clock. Two kinds of time are assigned late. The time of a step moves to another bin if the
-step is interrupted. The time after an interrupted call counts as recovery only if the replica continues in a new group.
-Until that is known, it stays in bins that are not reported.
+The ledger assigns every second since the replica joined a group to one bin, such as waiting for data or taking a
+snapshot. It is independent of the framework. The training loop announces which bin starts, so a switch costs one
+reading of the clock. Two kinds of time are assigned late. The time of a step moves to another bin if the step is
+interrupted. The time after an interrupted call counts as recovery only if the replica continues in a new group. Until
+that is known, it stays in bins that are not reported.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ from raysgd.exceptions import OnFailure
 BROKEN, LEFT = "(broken off)", "(group left)"
 """Time since a call was interrupted, and since the replica left the group. Later assigned to recovery or the driver."""
 
-_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}  # a failed exchange waited for a lost rank
+# Where the time of an interrupted step goes. A failed exchange was waiting for a lost rank, so it counts as detection.
+_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}
 
 ItemT = TypeVar("ItemT")
 
 
 class Ledger:
-    """Accounts for a replica's time.
+    """Assigns a replica's time to bins.
 
     Examples:
         >>> ledger = Ledger(clock=iter(range(20)).__next__)
@@ -143,7 +145,7 @@ class Ledger:
         return _Exchange(self, group)
 
     def begin_exchange(self) -> bool:
-        """Start an exchange. Return True if it belongs to a step; `end_exchange` must then follow."""
+        """Start communication with other ranks. Return True if it belongs to a step and needs `end_exchange`."""
         if self._bin != USEFUL:
             return False
         self.enter(EXCHANGE)

@@ -1,7 +1,7 @@
 """Base class of the replicas that host operators. The engine and the driver call its methods by name.
 
-`hosted` contains the operator and its framework, `training` the calls, `state` the copies of the state. ADR 115
-explains the split.
+The module `hosted` connects the operator with its framework, `training` runs the calls, and `state` copies the state.
+ADR 115 explains the split.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class ClassRunner(ReplicaCalls, ABC):
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
             self._leave_group()
-            self.drop_reload()  # it was built for the old group
+            self.drop_reload()  # the prepared operator was built for the old group
             if handover.make_replica is not None:  # this standby worker was built with older settings
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world
@@ -210,7 +210,7 @@ class ClassRunner(ReplicaCalls, ABC):
         spare's own settings.
 
         Args:
-            number: Number of the loan.
+            number: Number of the loan, which is a call that a spare runs until the group needs the spare.
             settings: Settings that the state belongs to.
             state: The state to validate.
             request: The validation request.
