@@ -108,7 +108,7 @@ class PluginHooks(GroupHooks):
             if self._make_object is not None:
                 make_objects(self._make_object, made)
             known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
-        except LostDuringCallError as lost:  # the next call runs into the same loss and handles it
+        except LostDuringCallError as lost:  # not raised, because the next call fails for the same reason and recovers
             logger.warning("%s, while joining the group; the next call handles the loss", lost)
         self.workers.follow([known.get(info) for info in group.infos])
         self._infos = [info for info in group.infos if info in known]
@@ -120,7 +120,7 @@ class PluginHooks(GroupHooks):
             return
         try:
             hook(self.workers, self._config)
-        except LostDuringCallError as lost:  # the next call runs into the same loss and handles it
+        except LostDuringCallError as lost:  # not raised, because the next call fails for the same reason and recovers
             logger.warning("%s, in `on_training_start`; the next call handles the loss", lost)
 
     def on_failure(self, diagnosis: Diagnosis) -> None:

@@ -76,7 +76,10 @@ def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder
 
 
 def _is_new(run_dir: Path | Folder) -> bool:
-    """Create a run's folder and return True. Return False if it exists. In a store, two programs may both get True."""
+    """Create a run's folder and return True. Return False if it exists.
+
+    In a remote store this is not atomic, so two programs may both get True.
+    """
     if isinstance(run_dir, Folder):
         is_there = run_dir.exists()
         run_dir.make()

@@ -67,9 +67,9 @@ class BaseTrainer(ABC):
         scaling_config: Resources of the worker that runs the loop. Only `trainer_resources` can be set.
         run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
         datasets: Datasets by name, or functions that return a dataset.
-        preprocessor: Fit on the datasets and applied to them before the loop starts.
+        preprocessor: Ray Data preprocessor that is fit on the datasets and applied to them before the loop starts.
         metadata: A JSON-serializable dict that is added to each checkpoint.
-        resume_from_checkpoint: The checkpoint that `get_checkpoint` returns at first.
+        resume_from_checkpoint: The checkpoint that `get_checkpoint` returns until the loop has reported a checkpoint.
         detached: A name, or a `raysgd.Detached`, to let `fit` outlive this program. You then get a handle with the
             same methods. See `docs/detached.md`.
 
@@ -219,7 +219,7 @@ class BaseTrainer(ABC):
         raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
 
     def _check(self) -> None:
-        """Check the options that only `fit` needs, and that a trial of Ray Tune may therefore set later.
+        """Check options when a run starts rather than in `__init__`, because a trial of Ray Tune may still set them.
 
         Raises:
             ValueError: An option is missing, or options contradict each other.

@@ -52,8 +52,9 @@ class DataParallelTrainer(BaseTrainer):
         run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
         datasets: Datasets by name, or functions that return a dataset; see `raysgd.train.get_dataset_shard`.
         metadata: A JSON-serializable dict that is added to each checkpoint.
-        preprocessor: Fit on the datasets and applied to them before the function starts.
-        resume_from_checkpoint: The checkpoint that `raysgd.train.get_checkpoint` returns at first.
+        preprocessor: Ray Data preprocessor that is fit on the datasets and applied to them before the function starts.
+        resume_from_checkpoint: The checkpoint that `raysgd.train.get_checkpoint` returns until the function has
+            reported a checkpoint.
         detached: A name, to let `fit` outlive this program; see `BaseTrainer`.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The models, optimizers and loaders that the function has prepared use this module. If an all-reduce of gradients fails
 because a worker was lost, user code sees no exception. The batch counts as failed, its optimizer does not step, and the
-loader yields the same samples again.
+loader yields the same samples again. A worker "steps in" if it replaces a lost worker while the function runs.
 
 ADR 121 gives the reasons, and defines what makes a step count.
 """
@@ -64,7 +64,7 @@ class GlobalSteps:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
         self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
-        self._digests: list[torch.Tensor] | None = None  # of the weights, after the last step of the first batch
+        self._digests: list[torch.Tensor] | None = None  # hashes of the weights, after the last step of the first batch
         self._num_steps = 0  # optimizer steps in this batch
         self._num_usual = 0  # optimizer steps per batch, learned from the first batch; 0 before that
         self._weight = 1.0
@@ -129,7 +129,7 @@ class GlobalSteps:
         self._loaders.append(loader)
 
     def _check_prepared(self) -> None:
-        """Check that the models and loaders are prepared. Runs at the first all-reduce.
+        """Check that the function has prepared its models and loaders. Runs at the first all-reduce.
 
         Raises:
             ValueError: A model or a loader is not prepared.
@@ -174,7 +174,7 @@ class GlobalSteps:
     def enter(self, takes_steps: bool = True) -> GroupPlace:
         """Wait for a group, connect the models to it, and return this rank's `GroupPlace`.
 
-        A worker that steps in receives the other workers' state here, unless no steps follow.
+        A worker that steps in receives the other workers' state here, unless `takes_steps` is False.
         """
         while True:
             if self._membership.is_new and not takes_steps:
@@ -351,7 +351,7 @@ class GlobalSteps:
         return (parameter for model in self._models for parameter in model.parameters())
 
     def leave_batch(self, mark: BatchStart) -> bool:
-        """Leave a pass in the middle of a batch. Return True if a step was taken on the batch."""
+        """Record that the function leaves a pass during a batch. Return True if a step was taken on the batch."""
         self._is_left = self._is_left or mark is self._open
         return mark is not self._open or self._num_steps > 0
 
@@ -361,7 +361,7 @@ class GlobalSteps:
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
     def note_unstepped(self) -> None:
-        """Record that a pass has batches with a step and batches without a step."""
+        """Record that the function does not step on every batch, so it cannot continue in another group."""
         self._membership.flaw = "the optimizer does not step for each batch"
 
     # -------------------------------------------------------------------------------------------------------- exchanges

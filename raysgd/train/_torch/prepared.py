@@ -1,6 +1,6 @@
 """Models and optimizers in training functions: prepare them for several workers, gather and load their state.
 
-The helpers of a run share an `Accelerator`: device, precision, seed, and the strategy for gathering state.
+These helper functions share one `Accelerator` per run: device, precision, seed, and the strategy for gathering state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCALED = "_goes_through_scaler"
 
 
 class Accelerator:
-    """State that the helpers of one run share.
+    """State that `prepare_model` and the other helper functions share during one run.
 
     Attributes:
         seed: Seed of the random number generators; None if it was not set.

@@ -180,7 +180,7 @@ class RepeatingLoader(DataLoader[Any]):
         steps: Guards the optimizer steps on the loader's batches and reports whether a batch counts.
 
     Attributes:
-        is_open: True while the function is in the middle of a pass with steps.
+        is_open: True while the function is in the middle of a training pass.
     """
 
     def __init__(self, loader: DataLoader[Any], steps: GlobalSteps) -> None:
@@ -244,7 +244,7 @@ class RepeatingLoader(DataLoader[Any]):
             for batch in iter(self._loader):
                 weight = joint.weight(self._number, place.world)
                 joint.count_given(self._number + 1)
-                if not torch.is_grad_enabled():  # no step can follow, and each rank is at its own position in the pass
+                if not torch.is_grad_enabled():  # evaluation: no step follows, and ranks need not stay together
                     if weight:
                         yield batch
                     self._number += 1

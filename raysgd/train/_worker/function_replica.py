@@ -237,7 +237,7 @@ class FunctionReplica:
     def replica_progress(self) -> ReplicaProgress:
         """Return the number of steps that the function has taken, and the reason if it cannot continue in place.
 
-        A worker that has not met the other ranks yet cannot be a source of state for them.
+        A worker that has not yet loaded the other ranks' state cannot send state to them.
         """
         membership = self._membership
         if membership is None:
@@ -271,7 +271,7 @@ class FunctionReplica:
                 raise RuntimeError("the function of a new worker did not reach its first batch")
 
     def hold(self) -> None:
-        """Interrupt a call that waits for a message, so that workers can step in. The function keeps running."""
+        """Interrupt a call that waits for a message, so that new workers can join. The function keeps running."""
         session = self._session
         if session is not None and not session.mailbox.is_broken_off:
             session.mailbox.break_off(_WaitBrokenOff())
@@ -289,7 +289,7 @@ class FunctionReplica:
 
 
 class _WaitBrokenOff(BaseException):
-    """Interrupts the wait for a message so that workers can step in."""
+    """Interrupts the wait for a message so that new workers can join the group."""
 
 
 @dataclass

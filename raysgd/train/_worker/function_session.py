@@ -1,4 +1,4 @@
-"""One run of a function in a worker, as seen by the function."""
+"""The session of a training function in a worker, which `raysgd.train.report` and similar functions call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Session:
-    """One run of a function in this worker, as seen by the function.
+    """One run of a training function in this worker. `raysgd.train.report` and similar functions call its methods.
 
     Args:
         world: This worker's rank and the number of workers.
@@ -118,7 +118,7 @@ class Session:
         return error if self._spec.explain is None else self._spec.explain(error)
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords of `report` are a metrics dict and a checkpoint, False if each is a metric."""
+        """Return True if the keywords passed to `report` are its own arguments, False if each keyword is a metric."""
         return False
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:

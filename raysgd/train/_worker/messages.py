@@ -1,4 +1,4 @@
-"""Messages between the driver and the workers' functions."""
+"""Messages between the driver and the training functions in the workers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Question:
     """A question that the functions of all ranks ask the driver at the same point.
 
     Attributes:
-        name: Name of the function that asks.
+        name: Name of the library function that asks, such as `broadcast_from_rank_zero`.
         data: This rank's argument, pickled.
     """
 

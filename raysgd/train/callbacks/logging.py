@@ -58,7 +58,7 @@ class LogdirManager:
 
     @property
     def logdir_path(self) -> Path:
-        """The folder.
+        """Path of the callback's folder.
 
         Raises:
             RuntimeError: The callback uses the run's folder, and no run has started yet.

@@ -102,7 +102,7 @@ class FitSession(Session):
         return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Ask the driver once the last checkpoint is stored, and return its answer."""
+        """Wait until the last checkpoint is stored, then ask the driver and return its answer."""
         self._await_upload()
         return super().ask(name, data)
 
@@ -157,7 +157,7 @@ class FitSession(Session):
         return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
 
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Store a folder where the driver finds it, together with the folders of other ranks, and send the metrics."""
+        """Upload a checkpoint folder to the staging folder that all ranks share, and send the metrics."""
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:
@@ -166,7 +166,7 @@ class FitSession(Session):
         self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
 
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
-        """Store a folder and send the metrics. Ranks other than 0 first wait to learn which file names are taken."""
+        """Upload a folder and send the metrics. A rank above 0 first learns which file names lower ranks use."""
         ref = CheckpointRef(files=names_in(source))
         if self.world.rank == 0:
             if self.membership is not None and self.membership.place.number:

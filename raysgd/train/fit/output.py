@@ -69,7 +69,8 @@ def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[s
 
 def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
     """Yield the writers of the files, each with the name of Ray Tune's logger for the same file."""
-    results = JsonLines(RESULT_FILE, {"config": config}, strict=False)  # programs read the numbers back
+    # Not strict, so that programs read NaN and infinity back as numbers instead of null.
+    results = JsonLines(RESULT_FILE, {"config": config}, strict=False)
     yield JSON_LOGGER, SafeSink(results, RESULT_FILE, hidden=("config",))
     yield CSV_LOGGER, SafeSink(CsvTable(PROGRESS_FILE), PROGRESS_FILE, hidden=("config",))
     try:

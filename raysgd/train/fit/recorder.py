@@ -215,7 +215,7 @@ class Recorder:
         experiment = self._folder.experiment
         if not experiment.has(CALLBACK_STATES_FILE):
             return
-        words = "the callbacks start without their former state (%s): %r"  # e.g., the file is damaged
+        words = "the callbacks start without their former state (%s): %r"  # file damaged, or class changed
         with failure_logged(logger.warning, words, CALLBACK_STATES_FILE):
             self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
 

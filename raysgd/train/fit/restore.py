@@ -40,7 +40,7 @@ class RestoredRun:
 
     Attributes:
         experiment: The experiment's folder.
-        folder: The trial's folders; None if the run had not started.
+        folder: The trial's folder; None if the run had not started.
         is_finished: True if the run succeeded, so that `fit` returns its result without running anything.
     """
 

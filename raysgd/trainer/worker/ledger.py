@@ -104,7 +104,7 @@ class Ledger:
 
     @contextmanager
     def call(self, first: str = OTHER) -> Iterator[None]:
-        """Account for a training call, or part of one, inside the context."""
+        """Account for a training call, or for a part of it, inside the context."""
         self.enter(first)
         with OnFailure(self._break_off):
             yield
@@ -175,8 +175,8 @@ class Ledger:
         """Account for joining a new group inside the context.
 
         Args:
-            goes_on: Returns True if a call continues. Called after the context, unless a call was interrupted on this
-                rank.
+            goes_on: Returns True if a call continues in the new group, so that the time after the context counts as
+                recovery. Not called if a call was interrupted on this rank, because that call continues.
         """
         if self._waits_for_place:
             self._waits_for_place = False
@@ -235,7 +235,7 @@ class Ledger:
 
 
 class _Exchange(AbstractContextManager[None]):
-    """Context manager for one exchange. A class, because a generator would double the overhead."""
+    """Context manager for `Ledger.exchanging`. A class, because a generator would double the overhead."""
 
     __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger")
 

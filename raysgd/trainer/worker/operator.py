@@ -130,7 +130,7 @@ class Internals:
         return AverageMeterCollection()
 
     def take_meters(self) -> AverageMeterCollection:
-        """Return the call's meters on the first call, and new meters after that."""
+        """Return the meters in `meters_to_fill`, or new meters if those were already taken."""
         self.meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
         return self.meters
 

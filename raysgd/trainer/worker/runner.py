@@ -43,7 +43,7 @@ class ClassRunner(ReplicaCalls, ABC):
 
     @abstractmethod
     def _make_hosted(self, settings: Any, world: World) -> HostedOperator:
-        """Return a hosted operator of this framework for these settings, without calling its `build`."""
+        """Return a `HostedOperator` of this framework for these settings, without calling its `build`."""
 
     def setup(self) -> Any:
         """Build the operator, which runs the user's `setup`, and apply later config changes. Return its facts.
@@ -103,7 +103,9 @@ class ClassRunner(ReplicaCalls, ABC):
     # The following methods replace the operator class of a live replica. ADR 72 explains why this takes two steps.
 
     def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:
-        """Build an operator of an edited class with the current state. The old operator is used until `finish_reload`.
+        """Build an operator from the user's edited class and load the current state into it.
+
+        The old operator is used until `finish_reload`.
 
         Returns:
             Facts of the new operator, and the hyperparameters that its `setup` sets to other values than before.
@@ -124,8 +126,8 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts, hosted.edited_by(candidate)
 
     def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
-        """Switch to the operator that `prepare_reload` built and return its facts. Return None if it does not exist."""
-        if self._hosted.settings.revision != revision:  # otherwise this replica already started with the new class
+        """Switch to the operator that `prepare_reload` built and return its facts. Return None if it was not built."""
+        if self._hosted.settings.revision != revision:  # if they are equal, this replica already has the new class
             candidate = self._candidate
             if candidate is None or candidate.settings.revision != revision:
                 return None
@@ -167,7 +169,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return self._copies.part_of_snapshot(number)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot or a checkpoint. If it does not fit, nothing changes. See `ReplicaState.restore`."""
+        """Restore a snapshot or a checkpoint. If it does not match the operator, nothing changes."""
         self._hosted.restore(shared_state, own_state)
         self._forget_call()
 

@@ -264,7 +264,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         undo = self._undo_padding = None if self._undo is None else self._undo()
         try:
             yield batch
-        finally:  # even if user code raises, unless another call has started by then
+        finally:  # undo the padding batch even if user code raises, unless another call has started since
             if undo is not None and undo is self._undo_padding:
                 self._leave_padding()
 

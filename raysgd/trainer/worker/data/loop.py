@@ -47,11 +47,11 @@ class Loop:
 
     @property
     def has_stock_loop(self) -> bool:
-        """True if the epoch runs in the library's loop, which adds the missing entries to the batch metrics itself."""
+        """True if the epoch runs in the library's loop, which adds the sample count to the batch metrics itself."""
         return False
 
     def is_lost(self, error: BaseException) -> bool:
-        """Return True if an exception means that the group is broken."""
+        """Return True if an exception means that the worker group is broken, for example because a worker was lost."""
         return False
 
     def may_be_parted(self, error: BaseException) -> bool:

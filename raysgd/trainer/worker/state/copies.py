@@ -112,7 +112,10 @@ class StateCopies:
         self.newest = num_steps
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of the snapshot after `number` steps and retain its copy for the driver, or None."""
+        """Return this rank's part of the snapshot after `number` steps. Return None if it was discarded.
+
+        The copy of the returned part is retained until the driver fetches it.
+        """
         part = self._parts.get(number)
         if part is not None and part.token is not None:
             with self._changing:
