@@ -2,7 +2,7 @@
 
 A plug-in consists of a `BackendConfig`, which users create, and a `Backend`, whose methods run in the driver and access
 the workers through a `WorkerGroup`. If all ranks must join a process group together before anything else runs in the
-workers, it is the config's `connection`.
+workers, the config's `connection` method returns that group's `Connection`.
 """
 
 from __future__ import annotations

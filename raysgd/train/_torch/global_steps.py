@@ -260,7 +260,7 @@ class GlobalSteps:
         """Start a batch.
 
         Args:
-            place: The group for which the batch's samples were divided.
+            place: The group among whose ranks the samples of the global batch were divided.
             weight: Weight of the batch's mean: its fraction of the global batch, times the number of ranks.
             has_trained: True if steps were taken on earlier batches of the same loader.
             at: Number of the batch, which must be equal on all ranks.

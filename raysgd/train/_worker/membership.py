@@ -1,8 +1,8 @@
 """A training function's membership in its worker group, which may change while the function runs.
 
-Two threads meet here. One thread runs the function, which takes steps together with the other ranks. The driver calls
-the other thread, which leaves a broken group and joins the next group. Neither thread waits longer for the other than
-a broken collective takes to fail.
+Two threads meet here. One thread runs the function, which takes steps together with the other ranks. The other thread
+serves the driver: it leaves a broken group and joins the next group. Neither thread waits longer for the other than a
+broken collective takes to fail.
 
 ADR 121 explains why a function can continue in place, and what makes a step count.
 """
@@ -120,7 +120,7 @@ class Membership:
         self._is_waiting = False
 
     def open_batch(self, place: GroupPlace, has_trained: bool) -> BatchStart:
-        """Start a batch whose samples were divided for a group.
+        """Start a batch whose samples were divided among the ranks of a group.
 
         After each change of the group, one batch fails on every survivor, even on a survivor that was between two
         batches. This keeps the number of failed batches equal on all ranks.

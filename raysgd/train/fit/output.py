@@ -4,7 +4,7 @@ The files are `result.json`, `progress.csv`, `params.json`, `error.txt` and Tens
 content as Ray Tune's files. Each report is on disk when its call returns; only TensorBoard's file follows within
 seconds. A driver that is killed loses at most the report that it was writing.
 
-With remote storage, a thread of the driver copies the files there during the run.
+With remote storage, a thread in the driver copies the files there during the run.
 """
 
 from __future__ import annotations

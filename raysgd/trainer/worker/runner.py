@@ -111,7 +111,7 @@ class ClassRunner(ReplicaCalls, ABC):
             Facts of the new operator, and the hyperparameters that its `setup` sets to other values than before.
 
         Raises:
-            ValueError: The state does not fit the new operator.
+            ValueError: The state does not match the new operator.
         """
         hosted = self._hosted
         self._candidate, own = None, hosted.state.own()
@@ -216,7 +216,7 @@ class ClassRunner(ReplicaCalls, ABC):
             settings: Settings that the state belongs to.
             state: The state to validate.
             request: The validation request.
-            share: This worker's shard of the data that the driver divides.
+            share: This worker's shard, if the driver shards the validation data; otherwise None.
 
         Returns:
             The answer; None if the loan ended before the validation was complete.

@@ -186,7 +186,7 @@ class DataFeed(ABC):
 
         Args:
             request: The training request.
-            share: This worker's shard of the data that the driver divides.
+            share: This worker's shard, if the driver shards the call's data; otherwise None.
             place: The call's position in its own data.
         """
         if request.shard_key is not None:

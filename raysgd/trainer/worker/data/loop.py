@@ -47,7 +47,7 @@ class Loop:
 
     @property
     def has_stock_loop(self) -> bool:
-        """True if the epoch runs in the library's loop, which adds the sample count to the batch metrics itself."""
+        """True if the library's loop runs the epoch. It adds the sample count and logged metrics to batches itself."""
         return False
 
     def is_lost(self, error: BaseException) -> bool:
