@@ -31,7 +31,7 @@ class PluginHooks(GroupHooks):
     Attributes:
         num_started: Number of groups that were started.
         num_changes: Number of times that a group changed in place.
-        joined: For each worker that stepped in, the value of `num_changes` after it joined.
+        joined: For each worker that joined a running group, the value of `num_changes` after it joined.
         replicas: Creates the workers' replicas.
 
     Args:

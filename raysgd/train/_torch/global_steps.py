@@ -2,7 +2,8 @@
 
 The models, optimizers and loaders that the function has prepared use this module. If an all-reduce of gradients fails
 because a worker was lost, user code sees no exception. The batch counts as failed, its optimizer does not step, and the
-loader yields the same samples again. A worker "steps in" if it replaces a lost worker while the function runs.
+loader yields the same samples again. A worker "steps in" if it joins a group in which the function is already running,
+usually to replace a lost worker.
 
 ADR 121 gives the reasons, and defines what makes a step count.
 """

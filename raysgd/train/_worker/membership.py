@@ -54,8 +54,9 @@ class Membership:
     has the gradients before it steps, and steps once all ranks have reported. If the group breaks during this, a rank
     may have stepped only if all ranks have the gradients. So either all survivors take the step, or none does.
 
-    A function steps in if its worker replaces a lost worker. It runs alone until it requests its rank, which it
-    receives together with a group. At its first batch it meets the other ranks: it loads their state.
+    A function steps in if its worker joins a group that is already training, usually to replace a lost worker. It runs
+    alone until it requests its rank, which it receives together with a group. At its first batch it meets the other
+    ranks: it loads their state.
 
     Args:
         world: The function's first rank and group size.

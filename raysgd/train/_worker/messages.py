@@ -116,7 +116,7 @@ class FunctionSpec:
         make_session: Creates the function's session from the arguments of `Session`; None to use `Session`.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.
         is_elastic: True if the function continues in place when other workers are lost.
-        steps_in: True if the function starts in a worker that will step into a running group.
+        steps_in: True if the function starts in a worker that will join a group in which the function already runs.
         has_parts: True if the function's data was sharded at the start, so that a lost worker's shard is lost.
     """
 

@@ -90,7 +90,8 @@ class BatchOptions:
     def config_for(self, config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
         """Return the config for the operator of one worker in a group of `num_workers`.
 
-        Unless `split_batches` is set, the global batch size is replaced with the worker's part.
+        Unless `split_batches` is set, the global batch size is replaced with the size of one worker's part, or of one
+        logical shard if `deterministic` is set.
 
         Raises:
             ValueError: The config's batch size is invalid or cannot be split.
