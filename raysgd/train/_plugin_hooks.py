@@ -1,4 +1,7 @@
-"""Hooks for a function's workers: call the plug-in when a group starts and ends, and create users' objects there."""
+"""Hooks for the workers that run a training function: call the plug-in (`Backend`) when a worker group starts and ends.
+
+The hooks also create the user's object in each worker.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,24 @@ from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe
 logger = logging.getLogger(__name__)
 
 _ARRIVAL_S = 30.0  # how long to wait for a checkpoint in transit before its worker is stopped
-_ARRIVAL_AT_CTRL_C_S = 3.0  # a second Ctrl-C ends even this wait
+_ARRIVAL_AT_CTRL_C_S = 3.0  # the same after Ctrl-C; a second Ctrl-C cuts the wait short
 
 
 class PluginHooks(GroupHooks):
-    """Connects each group with a plug-in, and tracks the current workers.
+    """Calls a plug-in, such as `TorchBackend`, for each worker group, and tracks the current workers.
 
     Attributes:
         num_started: Number of groups that were started.
         num_changes: Number of times that a group changed in place.
-        joined: For each worker that stepped in, the value of `num_changes` right after that.
+        joined: For each worker that joined a running group, the value of `num_changes` after it joined.
         replicas: Creates the workers' replicas.
 
     Args:
         backend: The plug-in.
         config: The configuration that selected the plug-in.
         resources: Resources of one worker.
-        await_checkpoint: Waits until no checkpoint is in transit from a worker, up to the given number of seconds.
+        await_checkpoint: Waits until no checkpoint is in transit from a worker to the driver, up to the given number
+            of seconds.
         make_object: Creates the user's object in every worker, as the last step of its start; None for no object.
         tell_failure: Called when a call is repeated after a failure.
     """
@@ -79,7 +83,7 @@ class PluginHooks(GroupHooks):
         return self.group.store(value).reference
 
     def on_start(self, group: EngineGroup) -> GroupReport | None:
-        """Let the plug-in connect the workers. If a worker dies meanwhile, return the report of its loss."""
+        """Let the plug-in connect the workers. If a worker dies while it does, return a report of the lost worker."""
         try:
             workers = WorkerGroup.over(group, self._resources)
             self._backend.on_start(workers, self._config)
@@ -104,7 +108,7 @@ class PluginHooks(GroupHooks):
             if self._make_object is not None:
                 make_objects(self._make_object, made)
             known |= {group.infos[rank]: worker for rank, worker in zip(new, made, strict=True)}
-        except LostDuringCallError as lost:  # the next call runs into the same loss and handles it
+        except LostDuringCallError as lost:  # not raised, because the next call fails for the same reason and recovers
             logger.warning("%s, while joining the group; the next call handles the loss", lost)
         self.workers.follow([known.get(info) for info in group.infos])
         self._infos = [info for info in group.infos if info in known]
@@ -116,7 +120,7 @@ class PluginHooks(GroupHooks):
             return
         try:
             hook(self.workers, self._config)
-        except LostDuringCallError as lost:  # the next call runs into the same loss and handles it
+        except LostDuringCallError as lost:  # not raised, because the next call fails for the same reason and recovers
             logger.warning("%s, in `on_training_start`; the next call handles the loss", lost)
 
     def on_failure(self, diagnosis: Diagnosis) -> None:
@@ -124,7 +128,10 @@ class PluginHooks(GroupHooks):
         self._tell_failure(diagnosis)
 
     def on_end(self, group: EngineGroup) -> None:
-        """Wait once for a checkpoint in transit from its worker. If the worker dies, the wait ends immediately."""
+        """Before the group's workers stop, wait for a checkpoint in transit from a worker, but only once per group.
+
+        If that worker dies, the wait ends immediately.
+        """
         self.replicas.start = ()
         if not self._may_wait:
             return

@@ -26,8 +26,8 @@ def check_logdir(logdir: Any) -> None:
     """Check that `logdir` is a local folder or a folder's URI, without connecting to anything.
 
     Raises:
-        TypeError: It is neither a string nor a path.
-        ValueError: It is empty, or its scheme is unknown.
+        TypeError: `logdir` is neither a string nor a path.
+        ValueError: `logdir` is empty, or its scheme is unknown.
         ModuleNotFoundError: A package that the URI needs is missing.
     """
     if is_uri(logdir):
@@ -76,7 +76,10 @@ def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder
 
 
 def _is_new(run_dir: Path | Folder) -> bool:
-    """Create a run's folder and return True. Return False if it exists. In a store, two programs may both get True."""
+    """Create a run's folder and return True. Return False if it exists.
+
+    In a remote store this is not atomic, so two programs may both get True.
+    """
     if isinstance(run_dir, Folder):
         is_there = run_dir.exists()
         run_dir.make()
@@ -113,7 +116,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
 
 
 def _send(local: Path, run_dir: Folder) -> None:
-    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)  # the store already has these
+    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)  # in the store already
     try:
         run_dir.upload(local)
     except StorageError as error:

@@ -1,8 +1,8 @@
 """Trainers as trials of Ray Tune, which stores their checkpoints and receives every report of rank 0.
 
-A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer of `fit`, with arguments that Tune may have chosen.
-Users may override the training loop of such a trainer. The loop therefore runs in a thread of the trial and waits at
-each report until Tune requests the next report.
+A `FunctionTrial` runs a `Trainer`. A `FitTrial` runs a trainer with a `fit()` method, with arguments that Tune may have
+chosen. Users may override the training loop of such a trainer. The loop therefore runs in a thread of the trial and
+waits at each report until Tune requests the next report.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_trainable(
     Args:
         make_trainer: Creates a trial's trainer, which writes to `logdir`.
         train_func: The training function, which receives the trial's config.
-        dataset: The function's data.
+        dataset: Dataset whose shards the function's workers receive.
         bundles: Resources of one trial: for the trial itself, then for each worker.
         strategy: Ray's placement strategy for the bundles.
         refuses_more_steps: See `FunctionTrial`.
@@ -69,13 +69,13 @@ def make_trainable(
 
 
 class FunctionTrial:
-    """One run of a trainer, step by step.
+    """A trial that runs a training function with a `Trainer`. Each step returns one report.
 
     Args:
         make_trainer: Creates the trainer, which writes to `logdir`.
         train_func: The training function.
-        dataset: The function's data.
-        config: The function's config.
+        dataset: Dataset whose shards the function's workers receive.
+        config: The trial's config, which is passed to the function.
         info: The trial's name, ID and folder.
         refuses_more_steps: True if a step after the end is an error. False to return the final result again.
     """
@@ -152,7 +152,7 @@ class FunctionTrial:
             trainer.shutdown()
 
 
-# -------------------------------------------------------------------------------------------------- trainers of `fit`
+# --------------------------------------------------------------------------------------- trainers with a `fit()` method
 
 
 def trainable_of(trainer: BaseTrainer) -> type[Any]:
@@ -191,10 +191,12 @@ def trainable_of(trainer: BaseTrainer) -> type[Any]:
 
 
 class TrialRecorder:
-    """Replaces a run's recorder: passes each report to the trial's thread, and waits for the next request.
+    """Takes the place of the recorder that writes a run's results.
+
+    Instead of writing a report, it passes the report to the trial's thread and waits until Tune requests the next one.
 
     Args:
-        mailbox: Runs the trainer.
+        mailbox: Passes messages from the trainer's thread to the trial's thread.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
@@ -220,7 +222,7 @@ class TrialRecorder:
 
 
 class FitTrial:
-    """One run of a trainer of `fit`, step by step.
+    """A trial that runs a trainer with a `fit()` method. Each step returns one report.
 
     Args:
         make_trainer: Creates the trainer, with the trial's config merged into its arguments.

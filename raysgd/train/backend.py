@@ -2,7 +2,7 @@
 
 A plug-in consists of a `BackendConfig`, which users create, and a `Backend`, whose methods run in the driver and access
 the workers through a `WorkerGroup`. If all ranks must join a process group together before anything else runs in the
-workers, it is the config's `connection`.
+workers, the config's `connection` method returns that group's `Connection`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAMED = {
 
 
 class Backend:
-    """Connects the workers. Each trainer creates a backend.
+    """The driver side of a plug-in: connects a trainer's workers and converts their data. Each trainer creates one.
 
     Attributes:
         share_cuda_visible_devices: True if each worker sees the GPUs of all workers on its node.

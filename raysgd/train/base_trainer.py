@@ -1,4 +1,4 @@
-"""`BaseTrainer`: the base class of all trainers of `fit`. Derive from it to run your own training loop in a trainer."""
+"""`BaseTrainer`: the base class of all trainers with a `fit()` method. Derive from it to run your own training loop."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class BaseTrainer(ABC):
     and `get_checkpoint` of `raysgd.train`. To train on several workers, derive from `DataParallelTrainer` instead.
 
     Args:
-        scaling_config: Resources for the loop, as `trainer_resources`.
+        scaling_config: Resources of the worker that runs the loop. Only `trainer_resources` can be set.
         run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
         datasets: Datasets by name, or functions that return a dataset.
-        preprocessor: Fit on the datasets and applied to them before the loop starts.
+        preprocessor: Ray Data preprocessor that is fit on the datasets and applied to them before the loop starts.
         metadata: A JSON-serializable dict that is added to each checkpoint.
-        resume_from_checkpoint: The checkpoint that `get_checkpoint` returns at first.
+        resume_from_checkpoint: The checkpoint that `get_checkpoint` returns until the loop has reported a checkpoint.
         detached: A name, or a `raysgd.Detached`, to let `fit` outlive this program. You then get a handle with the
             same methods. See `docs/detached.md`.
 
@@ -126,7 +126,7 @@ class BaseTrainer(ABC):
     # ---------------------------------------------------------------------------------------------- methods to override
 
     def setup(self) -> None:  # noqa: B027 - it may stay empty
-        """Called before the data is prepared and the loop starts. Does nothing by default. Safe to override."""
+        """Called before the data is prepared and the loop starts. Does nothing by default."""
 
     def preprocess_datasets(self) -> None:
         """Prepare the datasets: call dataset functions and apply the preprocessor. Call `super` if you override it."""
@@ -159,14 +159,14 @@ class BaseTrainer(ABC):
             )
             return Result.from_path(restored.folder.trial.uri)
         trainer = copy.copy(self)
-        if self.resume_from_checkpoint is not None:  # the loop may be pickled together with the trainer
+        if self.resume_from_checkpoint is not None:  # store only its location, because the trainer may be pickled
             trainer.resume_from_checkpoint = self.resume_from_checkpoint.by_place()
             trainer._arguments = {**self._arguments, "resume_from_checkpoint": trainer.resume_from_checkpoint}
         trainer._job = trainer._make_job(restored.folder if restored is not None else None)
         return trainer._job.run(trainer._train)
 
     def _make_job(self, folder: TrialFolder | None) -> FitJob:
-        """Create the job of a run, in the folder of the run that is continued or in a new folder.
+        """Create the job of a run. `folder` is the folder of the run to continue; None to create a new folder.
 
         Raises:
             ValueError: The workers cannot write to the storage.
@@ -219,7 +219,7 @@ class BaseTrainer(ABC):
         raise TypeError(_NOT_RAYS_TUNER.format(name=type(self).__name__))
 
     def _check(self) -> None:
-        """Check the options that only `fit` needs, and that a trial of Ray Tune may therefore set later.
+        """Check options when a run starts rather than in `__init__`, because a trial of Ray Tune may still set them.
 
         Raises:
             ValueError: An option is missing, or options contradict each other.
@@ -309,7 +309,7 @@ def checked_scaling(value: Any) -> ScalingConfig:
     """Check a `ScalingConfig`, or create a `ScalingConfig` from a dict of its fields.
 
     Raises:
-        ValueError: `value` is neither, or a field is invalid.
+        ValueError: `value` is neither a `ScalingConfig` nor a dict, or a field is invalid.
     """
     if isinstance(value, Mapping):
         return changed_scaling(ScalingConfig(), value)
@@ -321,7 +321,7 @@ def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> Scaling
     """Return a copy of a config with some values changed.
 
     Raises:
-        ValueError: The field does not exist, or its value is invalid.
+        ValueError: A field does not exist, or its value is invalid.
     """
     known = [each.name for each in fields(ScalingConfig)]
     for name in values:
@@ -379,7 +379,7 @@ def own_values(config: ScalingConfig) -> dict[str, Any]:
 
 
 def check_is_left_to_function(run_config: RunConfig) -> None:
-    """Check that the decision when to save checkpoints is left to the function.
+    """Check that `run_config` does not schedule checkpoints, because the function decides when to save them.
 
     Raises:
         ValueError: `checkpoint_frequency` or `checkpoint_at_end` is set.

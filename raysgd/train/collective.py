@@ -1,4 +1,4 @@
-"""Small collectives between a function's workers through the driver. Use them for decisions, not for tensors."""
+"""Small collectives between the workers of a training function, through the driver. Not meant for tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DataParallelTrainer`: `fit` runs a function on several workers at once, each with its shard of the data.
+"""`DataParallelTrainer`: its `fit` runs a training function on several workers, each with its shard of the data.
 
 The trainers for PyTorch, TensorFlow and Horovod determine how the workers are connected. Import them from
 `raysgd.train.torch`, `raysgd.train.tensorflow` and `raysgd.train.horovod`.
@@ -30,7 +30,7 @@ __all__ = ["DataParallelTrainer", "HorovodTrainer", "TensorflowTrainer", "TorchT
 
 
 class DataParallelTrainer(BaseTrainer):
-    """Runs a function on several workers and collects its reports in a `Result`.
+    """Runs a training function on several workers and collects its reports in a `Result`.
 
     Every worker calls `raysgd.train.report(metrics, checkpoint=...)` the same number of times. The metrics of rank 0
     are the results. If the function fails or a worker is lost, the run fails. With `FailureConfig(max_failures=3)` it
@@ -40,9 +40,9 @@ class DataParallelTrainer(BaseTrainer):
     the workers differently, pass your own `BackendConfig`.
 
     Args:
-        train_loop_per_worker: The function. It takes either no argument or `train_loop_config`. Its return value on
-            rank 0 becomes `Result.return_value`, if it is plain data.
-        train_loop_config: The function's argument.
+        train_loop_per_worker: Training function that every worker runs. It takes either no argument or
+            `train_loop_config`. Its return value on rank 0 becomes `Result.return_value`, if it is plain data.
+        train_loop_config: Argument for the function.
         backend_config: How to connect the workers. Default: the workers are not connected.
         scaling_config: Number and resources of the workers. With `num_workers=(least, most)`, the run starts with as
             many workers as the resources allow, continues with the remaining workers after a failure, and grows again
@@ -52,8 +52,9 @@ class DataParallelTrainer(BaseTrainer):
         run_config: Options of the run: where it writes, which checkpoints it retains, and when it stops.
         datasets: Datasets by name, or functions that return a dataset; see `raysgd.train.get_dataset_shard`.
         metadata: A JSON-serializable dict that is added to each checkpoint.
-        preprocessor: Fit on the datasets and applied to them before the function starts.
-        resume_from_checkpoint: The checkpoint that `raysgd.train.get_checkpoint` returns at first.
+        preprocessor: Ray Data preprocessor that is fit on the datasets and applied to them before the function starts.
+        resume_from_checkpoint: The checkpoint that `raysgd.train.get_checkpoint` returns until the function has
+            reported a checkpoint.
         detached: A name, to let `fit` outlive this program; see `BaseTrainer`.
 
     Raises:
@@ -160,8 +161,8 @@ class DataParallelTrainer(BaseTrainer):
 
         Args:
             path: The run's folder, or its URI.
-            train_loop_per_worker: A new function; None for the run's function.
-            train_loop_config: A new argument for the function; None for the run's argument.
+            train_loop_per_worker: Training function to use instead; None for the run's own function.
+            train_loop_config: Argument for the function to use instead; None for the run's own argument.
             storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
             **replaced: Other arguments of the trainer to change. Datasets are not saved with a run: pass them again,
                 under the same names.
@@ -204,16 +205,16 @@ class FurtherOptions(TypedDict, total=False):
 
 
 class TorchTrainer(DataParallelTrainer):
-    """Runs a function on several workers that are connected by a `torch.distributed` process group.
+    """Runs a training function on several workers that are connected by a `torch.distributed` process group.
 
     This is not `raysgd.TorchTrainer`. Here you write the training loop as a function, and `fit` runs it once. There
     you write an operator, a class with a training step, and call the trainer as often as you like while the workers
     stay alive. `docs/train.md` compares the two.
 
     Args:
-        train_loop_per_worker: The function. It prepares its model and loader for several workers with `prepare_model`
-            and `prepare_data_loader` from `raysgd.train.torch`.
-        train_loop_config: The function's argument.
+        train_loop_per_worker: Training function that every worker runs. It prepares its model and loader for several
+            workers with `prepare_model` and `prepare_data_loader` from `raysgd.train.torch`.
+        train_loop_config: Argument for the function.
         torch_config: How to connect the workers. Default: NCCL if each worker has a GPU, else gloo.
         torch_backend: Alias of `torch_config`, from the guide of the old library.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
@@ -250,13 +251,13 @@ class TorchTrainer(DataParallelTrainer):
 
 
 class TensorflowTrainer(DataParallelTrainer):
-    """Runs a function on several workers that find each other through `TF_CONFIG`.
+    """Runs a training function on several workers that find each other through `TF_CONFIG`.
 
     Create a `MultiWorkerMirroredStrategy` in the function.
 
     Args:
-        train_loop_per_worker: The function.
-        train_loop_config: The function's argument.
+        train_loop_per_worker: Training function that every worker runs.
+        train_loop_config: Argument for the function.
         tensorflow_config: How to connect the workers.
         tensorflow_backend: Alias of `tensorflow_config`, from the guide of the old library.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
@@ -279,11 +280,11 @@ class TensorflowTrainer(DataParallelTrainer):
 
 
 class HorovodTrainer(DataParallelTrainer):
-    """Runs a function on several workers that Horovod connects. Horovod is initialized before the function runs.
+    """Runs a training function on several workers that Horovod connects. Horovod is initialized before it runs.
 
     Args:
-        train_loop_per_worker: The function.
-        train_loop_config: The function's argument.
+        train_loop_per_worker: Training function that every worker runs.
+        train_loop_config: Argument for the function.
         horovod_config: How to connect the workers.
         **options: See `DataParallelTrainer`: `scaling_config`, `run_config`, `datasets` and so on.
 

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def _imported(module: str) -> Any:
-    """Return a module from the Lightning package that the program uses. The two packages have separate classes."""
+    """Return a module of the Lightning package that is in use. `lightning` and `pytorch_lightning` do not mix."""
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         return importlib.import_module(f"pytorch_lightning.{module}")
     require("lightning", extra="lightning", purpose="`raysgd.train.lightning`")
@@ -40,7 +40,7 @@ _Callback: Any = _imported("callbacks").Callback
 
 
 class _PlaceOfWorker:
-    """Gives a strategy this worker's device and rank."""
+    """Mixin that tells a Lightning strategy this worker's device and rank."""
 
     @property
     def root_device(self) -> Any:

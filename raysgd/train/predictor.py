@@ -112,7 +112,7 @@ class TensorPredictor(Predictor):
 
     @abstractmethod
     def call_model(self, inputs: Any) -> Any:
-        """Return the model's output: a tensor, a dict of tensors, or your own data frame. Can be overridden safely."""
+        """Return the model's output. An override may return a tensor, a dict of tensors, or a data frame."""
 
     @abstractmethod
     def _tensor(self, values: Any, dtype: Any) -> Any:
@@ -145,7 +145,7 @@ class FunctionPredictor(Predictor):
     """Predicts by applying a function to data frames.
 
     Args:
-        function: The function, which returns a data frame.
+        function: Takes a data frame of inputs and returns a data frame of predictions.
         preprocessor: The preprocessor for the batches.
     """
 
@@ -166,7 +166,7 @@ def columns_of(data: Any, name: str = _TENSOR) -> dict[str, Any]:
     """Return a batch as a dict of arrays.
 
     Args:
-        data: The batch.
+        data: Batch in one of the formats of `Predictor.predict`.
         name: Column name for an array that has no name.
 
     Raises:

@@ -135,7 +135,7 @@ class TensorflowPredictor(TensorPredictor):
         return cls(model_definition, saved.get_preprocessor(), saved.get_model_weights(), use_gpu)
 
     def call_model(self, inputs: Any) -> Any:
-        """Return the model's output: a tensor, a dict of tensors, or your own data frame. Can be overridden safely."""
+        """Return the model's output. An override may return a tensor, a dict of tensors, or a data frame."""
         return self._model(inputs, training=False)
 
     def _predict_numpy(self, data: Any, dtype: Any = None, **kwargs: Any) -> Any:

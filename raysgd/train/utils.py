@@ -37,7 +37,7 @@ def in_thread(function: Callable[[], None], name: str) -> Future[None]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return a function's parameters. Omit keyword-only parameters with a default, even one from `partial`."""
+    """Return a function's parameters, without keyword-only parameters that have a default or are set by `partial`."""
     return [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -51,7 +51,7 @@ def without_arguments(
     """Return the function as a callable without arguments. If it takes one parameter, `config` is bound to it.
 
     Args:
-        function: The function.
+        function: The user's function, which takes either no argument or `config`.
         config: The function's argument; None for an empty dict.
         name: Name of the option that holds the function, for error messages.
         config_name: Name of the option that holds the argument, for error messages.

@@ -56,7 +56,7 @@ class LostDuringCallError(TrainingWorkerError):
 
 @dataclass(frozen=True)
 class WorkerHandle:
-    """Represents the object in a worker: `handle.method.remote(...)` returns a Ray reference to the result.
+    """Represents the user's object in a worker: `handle.method.remote(...)` returns a Ray reference to the result.
 
     Attributes:
         ray_actor: Ray's actor handle of the worker's process, for example for `ray.kill`. It has the methods of the
@@ -75,7 +75,7 @@ class WorkerHandle:
 
 @dataclass(frozen=True)
 class RemoteMethod:
-    """A method of the object in a worker: `handle.method`."""
+    """A method of the user's object in a worker: `handle.method`."""
 
     handle: WorkerHandle
     name: str
@@ -170,7 +170,7 @@ class WorkerGroup:
 
     @classmethod
     def over(cls, group: EngineGroup, resources: Resources) -> WorkerGroup:
-        """Return a `WorkerGroup` over an engine group that an executor started and will stop."""
+        """Return a `WorkerGroup` over the workers of an engine group, which a `BackendExecutor` starts and stops."""
         face = cls.__new__(cls)
         face.num_workers = len(group)
         face.num_cpus_per_worker = resources.num_cpus
@@ -229,14 +229,14 @@ class WorkerGroup:
             )
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """Stop the workers at these indexes. Later workers move up."""
+        """Stop the workers at these indexes. The indexes of later workers decrease accordingly."""
         leaving = [self.workers[index] for index in worker_indexes]
         for worker in leaving:
             worker.actor.group.remove_workers([worker.actor.rank])
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def follow(self, workers: Sequence[Worker | None]) -> None:
-        """Replace the group's workers by these workers, in rank order. None stands for a worker that died."""
+        """Replace the group's workers with these workers, in rank order. None stands for a worker that died."""
         self.workers = [
             replace(each, actor=replace(each.actor, rank=rank)) for rank, each in enumerate(workers) if each is not None
         ]
@@ -314,7 +314,10 @@ def describe(group: EngineGroup, ranks: Sequence[int] | None = None) -> list[Wor
 
 
 def gather(references: Sequence[Any]) -> list[Any]:
-    """Wait for calls that were started, and return their results in order.
+    """Wait for the results of calls on workers, and return them in order.
+
+    Args:
+        references: Ray object references of the calls' results.
 
     Raises:
         LostDuringCallError: A worker died.

@@ -108,7 +108,7 @@ class TorchPredictor(TensorPredictor):
     """Predicts with a PyTorch model in evaluation mode. Override `call_model` if calling the model is not enough.
 
     Args:
-        model: The model.
+        model: Model to predict with. It is moved to the device and switched to evaluation mode.
         preprocessor: A Ray Data preprocessor for the batches, or None.
         use_gpu: True to move the model to the first GPU.
 
@@ -150,7 +150,7 @@ class TorchPredictor(TensorPredictor):
         return cls(saved.get_model(model), saved.get_preprocessor(), use_gpu)
 
     def call_model(self, inputs: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return the model's output: a tensor, a dict of tensors, or your own data frame. Can be overridden safely."""
+        """Return the model's output. An override may return a tensor, a dict of tensors, or a data frame."""
         found: torch.Tensor | dict[str, torch.Tensor] = self.model(inputs)
         return found
 

@@ -1,7 +1,9 @@
-"""Steps that either all ranks of a function take or none of them: prepared objects with `elastic=True`.
+"""All-or-nothing optimizer steps for training functions with `elastic=True`: all ranks take a step, or none does.
 
-If an all-reduce of gradients fails because a worker was lost, user code sees no exception. The batch counts as failed,
-its optimizer does not step, and the loader yields the same samples again.
+The models, optimizers and loaders that the function has prepared use this module. If an all-reduce of gradients fails
+because a worker was lost, user code sees no exception. The batch counts as failed, its optimizer does not step, and the
+loader yields the same samples again. A worker "steps in" if it joins a group in which the function is already running,
+usually to replace a lost worker.
 
 ADR 121 gives the reasons, and defines what makes a step count.
 """
@@ -37,17 +39,18 @@ from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_global"
 _CPU = torch.device("cpu")
-_OF_EXCHANGES = (RuntimeError, OSError, ValueError)  # from PyTorch, from connections, from a group that is gone
+_OF_EXCHANGES = (RuntimeError, OSError, ValueError)  # raised by PyTorch, by sockets, and if the group no longer exists
 _NUMBERS_DIFFER = "the number of steps differs from batch to batch"
 _RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
 _SAME = 1e-6  # relative rounding error of sums of equal values
 
 
 class GlobalSteps:
-    """The models and optimizers of a function that continues in place when other workers are lost.
+    """The prepared models and optimizers of a training function that continues in place when other workers are lost.
 
     Args:
-        session: The function's session. Its membership decides which steps count.
+        session: The function's session. Its `Membership`, the function's part in the changing worker group, decides
+            which steps count.
     """
 
     def __init__(self, session: RunningSession) -> None:
@@ -62,7 +65,7 @@ class GlobalSteps:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
         self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
-        self._digests: list[torch.Tensor] | None = None  # of the weights, after the last step of the first batch
+        self._digests: list[torch.Tensor] | None = None  # hashes of the weights, after the last step of the first batch
         self._num_steps = 0  # optimizer steps in this batch
         self._num_usual = 0  # optimizer steps per batch, learned from the first batch; 0 before that
         self._weight = 1.0
@@ -95,7 +98,7 @@ class GlobalSteps:
         return wrapped
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer step only if the step counts. It is changed in place, so every `step` call is covered."""
+        """Change an optimizer so that it steps only if the step counts, regardless of who calls its `step`."""
         if hasattr(optimizer.step, _JOINT):
             return
         self._shared.append(optimizer)
@@ -115,19 +118,19 @@ class GlobalSteps:
         return True
 
     def share(self, *parts: Any) -> None:
-        """Register other objects whose state must be in sync on all ranks."""
+        """Register further objects, such as schedulers, whose state must be in sync on all ranks."""
         self._shared += parts
 
     def admit(self) -> None:
-        """Allow new workers to step in, because the function counts its passes."""
+        """Allow new workers to step in, because the function counts its epochs by a loader's `epoch`."""
         self._membership.admits = True
 
     def number(self, loader: Any) -> None:
-        """Register a loader, so that workers that step in continue at its position."""
+        """Register a loader. Workers that step in continue at the other workers' position in it."""
         self._loaders.append(loader)
 
     def _check_prepared(self) -> None:
-        """Check that the models and loaders are prepared. Runs at the first all-reduce.
+        """Check that the function has prepared its models and loaders. Runs at the first all-reduce.
 
         Raises:
             ValueError: A model or a loader is not prepared.
@@ -144,7 +147,7 @@ class GlobalSteps:
                 "`elastic=True`: this batch does not come from a prepared loader that shards global batches, so it "
                 "could not be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, omit `elastic`."
             )
-        steps = weakref.ref(self)  # the hook applies to the whole process
+        steps = weakref.ref(self)  # weak, because the hook belongs to the whole process and would keep this alive
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_unprepared(steps(), optimizer))
         weakref.finalize(self, hook.remove)
         self._is_checked = True
@@ -172,7 +175,7 @@ class GlobalSteps:
     def enter(self, takes_steps: bool = True) -> GroupPlace:
         """Wait for a group, connect the models to it, and return this rank's `GroupPlace`.
 
-        A worker that steps in receives the other workers' state here, unless no steps follow.
+        A worker that steps in receives the other workers' state here, unless `takes_steps` is False.
         """
         while True:
             if self._membership.is_new and not takes_steps:
@@ -217,7 +220,7 @@ class GlobalSteps:
             return self._as_lost(error)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state for workers that step in."""
+        """Return the state to send to workers that step in."""
         return {
             "number": self._membership.place.number,
             "num_done": self._membership.num_done,
@@ -229,7 +232,7 @@ class GlobalSteps:
         }
 
     def _unfit(self, state: Mapping[str, Any]) -> str | None:
-        """Return why this rank cannot load a state, or None if it can."""
+        """Return why this rank cannot load another rank's state, or None if it can."""
         kinds, others = [type(part).__name__ for part in self._shared], state["kinds"]
         if kinds != others:
             return f"a worker that steps in has prepared {', '.join(kinds)}, and the others {', '.join(others)}"
@@ -258,13 +261,13 @@ class GlobalSteps:
         """Start a batch.
 
         Args:
-            place: The group for which the batch's samples were divided.
+            place: The group among whose ranks the samples of the global batch were divided.
             weight: Weight of the batch's mean: its fraction of the global batch, times the number of ranks.
             has_trained: True if steps were taken on earlier batches of the same loader.
             at: Number of the batch, which must be equal on all ranks.
 
         Raises:
-            ValueError: The previous batch is still waiting for its step.
+            ValueError: No optimizer step was taken on the previous batch.
             DistNetworkError: The function left a pass during a batch that failed.
         """
         if self._open is not None:
@@ -306,14 +309,15 @@ class GlobalSteps:
 
         Raises:
             DistNetworkError: The batch failed after one of its steps had counted.
-            ValueError: The batch repeats another worker's sample, so it needs a step with weight zero. None followed.
+            ValueError: The batch repeats another worker's sample, so it needs a step with weight zero, but no step
+                followed.
         """
         if mark is not self._open:  # a batch of another loader followed the step
             return "done"
         membership, self._open = self._membership, None
         self._undo.note_return()
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
-        if has_unsaid and not membership.has_repeated(mark):  # none was the last step: first batch, or too few steps
+        if has_unsaid and not membership.has_repeated(mark):  # the ranks have not agreed on a step yet
             membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
             membership.count_step(self._agree)
         is_done = membership.num_done != mark.num_done
@@ -321,15 +325,15 @@ class GlobalSteps:
             if is_done or not self._undo.can_put_back(has_broken=True):
                 raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
             self._undo.put_back()
-            for optimizer in self._optimizers:  # user code may do this only after a step, so it skips it here
+            for optimizer in self._optimizers:  # user code that does this only after a step skips it for this batch
                 optimizer.zero_grad()
             return "failed"
         self._undo.end_batch()
         if self._digests is not None and self._has_moved_since_step():
-            self._undo.copies_all = True  # user code changes them itself, even after a step that does not count
+            self._undo.copies_all = True  # user code also changes the weights itself, so undoing needs copies
         if self._has_exchanged and not is_done:
             membership.flaw = "gradients are added up over several batches"
-            if membership.begin_exchange():  # ranks that step would wait for this rank, or receive mismatched data
+            if membership.begin_exchange():  # join the ranks that do step; they would wait or receive mismatched data
                 membership.end_exchange(self._compared(math.nan))
         if not (self._weight or self._has_exchanged or is_done or self._is_left):
             raise ValueError(
@@ -348,7 +352,7 @@ class GlobalSteps:
         return (parameter for model in self._models for parameter in model.parameters())
 
     def leave_batch(self, mark: BatchStart) -> bool:
-        """Leave a pass in the middle of a batch. Return True if a step was taken on the batch."""
+        """Record that the function leaves a pass during a batch. Return True if a step was taken on the batch."""
         self._is_left = self._is_left or mark is self._open
         return mark is not self._open or self._num_steps > 0
 
@@ -358,7 +362,7 @@ class GlobalSteps:
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
     def note_unstepped(self) -> None:
-        """Record that a pass has batches with a step and batches without a step."""
+        """Record that the function does not step on every batch, so it cannot continue in another group."""
         self._membership.flaw = "the optimizer does not step for each batch"
 
     # -------------------------------------------------------------------------------------------------------- exchanges
@@ -436,7 +440,7 @@ class GlobalSteps:
         return None
 
     def _compared(self, rates: float) -> Exception | None:
-        """Compare the batch, its steps and its learning rates with the other ranks. All ranks must take part.
+        """Check that all ranks have the same batch, number of steps and learning rates. All ranks must take part.
 
         Args:
             rates: Sum of this rank's learning rates; NaN if it does not step.

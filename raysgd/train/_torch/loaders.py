@@ -88,7 +88,7 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
     """Return this rank's shard of a stream, as batches of tensors.
 
     Args:
-        stream: The stream.
+        stream: A stream, or a shard of a stream from `get_dataset_shard`.
         world: This worker's rank and the number of workers.
         exact: See `prepare_data_loader`.
         goes_on: True if the function continues in place when other workers are lost.
@@ -111,7 +111,7 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
     """Return a loader over this rank's shard of the data, or the loader itself if its data cannot be sharded.
 
     Args:
-        loader: Any loader.
+        loader: The user's loader.
         world: This worker's rank and the number of workers.
         seed: Seed for the loader's worker processes; None for PyTorch's default.
         exact: True to repeat no samples, even if the shards then differ in size.
@@ -137,7 +137,7 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
     """Return a loader over this rank's part of each global batch, for any number of ranks.
 
     Args:
-        loader: Any loader.
+        loader: The user's loader.
         world: This worker's rank, and the number of workers that determines the size of a global batch.
         seed: See `divided`.
 
@@ -157,7 +157,7 @@ def over_global_batches(loader: DataLoader[Any], world: World, seed: int | None)
 
 
 def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[Any]:
-    """Seed the loader's processes, differently on each rank. Equal seeds would repeat the same augmentation."""
+    """Seed the loader's processes, differently on each rank. Equal seeds would repeat the same random augmentations."""
     if seed is not None:
         loader.worker_init_fn = partial(_seed_process, loader.worker_init_fn)
     elif loader.generator is not None:
@@ -168,7 +168,7 @@ def _seeded(loader: DataLoader[Any], seed: int | None, rank: int) -> DataLoader[
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of the samples. If a batch sampler is set, `loader.sampler` is only a default."""
+    """Return the sampler that chooses the samples. If a batch sampler is set, `loader.sampler` is an unused default."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
@@ -209,19 +209,20 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
     made, batches = copy.copy(loader), loader.batch_sampler
     if isinstance(batches, BatchSampler):
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)  # assigning them to a loader raises
+    # Set through `vars`, because `DataLoader` forbids assigning these attributes.
+    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)
     return made
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Add `set_epoch` even for a single worker, because a run may shrink to that size. The order does not change."""
+    """Add a `set_epoch` without effect to a single worker's sampler, because functions call it for several workers."""
     if not hasattr(sampler, "set_epoch"):
-        with suppress(AttributeError):  # such as a list
+        with suppress(AttributeError):  # a list, for example, accepts no attribute
             sampler.set_epoch = _ignore_epoch
 
 
 def _ignore_epoch(epoch: int) -> None:
-    """Do nothing."""
+    """Stand in for `set_epoch`."""
 
 
 def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:

@@ -1,6 +1,6 @@
 """Models and optimizers in training functions: prepare them for several workers, gather and load their state.
 
-The helpers of a run share an `Accelerator`: device, precision, seed, and the strategy for gathering state.
+These helper functions share one `Accelerator` per run: device, precision, seed, and the strategy for gathering state.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SCALED = "_goes_through_scaler"
 
 
 class Accelerator:
-    """State that the helpers of one run share.
+    """State that `prepare_model` and the other helper functions share during one run.
 
     Attributes:
         seed: Seed of the random number generators; None if it was not set.
-        parallel: Gathers and loads state.
-        steps: The steps that all ranks take together; None if losing a worker ends the function.
+        parallel: Strategy that gathers and loads the state of models and optimizers.
+        steps: Optimizer steps that all ranks take or none does; None if losing a worker ends the function.
     """
 
     def __init__(self, precision: Precision, device: torch.device, steps: GlobalSteps | None = None) -> None:
@@ -144,7 +144,7 @@ def prepare_model(
     result of `gather_state`. A single worker keeps the whole model.
 
     Args:
-        model: The model.
+        model: PyTorch model to train.
         move_to_device: True to move the model to this worker's device; or the device to move it to.
         wrap_ddp: True to wrap the model in `DistributedDataParallel` if there are several workers; or the name of a
             `parallel_strategy`.
@@ -257,16 +257,16 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
 
 def prepare_state(*parts: Any) -> None:
-    """Register more objects whose state workers load when they step in, besides everything that you have prepared.
+    """Register objects, besides those that you have prepared, whose state new workers load when they step in.
 
     They may be schedulers, weight averages or counters: any object with `state_dict` and `load_state_dict`. Pass the
     same objects in the same order on all workers.
 
     Args:
-        parts: The objects.
+        parts: Objects whose state is the same on all workers.
 
     Raises:
-        TypeError: An object lacks these methods.
+        TypeError: An object has no `state_dict` or no `load_state_dict`.
     """
     for part in parts:
         if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
@@ -277,7 +277,7 @@ def prepare_state(*parts: Any) -> None:
 
 
 def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> None:
-    """Replace `optimizer.step` in place, so that every caller goes through the scaler."""
+    """Replace `optimizer.step` in place, so that every step goes through the gradient scaler."""
     own = optimizer.step  # may be a scheduler's wrapper, which counts the steps
 
     def step(self: Any, closure: Any = None) -> None:

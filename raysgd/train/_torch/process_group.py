@@ -58,15 +58,16 @@ class TorchConfig(BackendConfig):
 
 
 class TorchBackend(Backend):
-    """The driver side of the plug-in. Reports and checkpoints leave the workers without wrappers, in host memory.
+    """The driver side of the plug-in.
 
-    Encoding a state also removes wrappers from models nested inside a checkpoint.
+    `encode_data` removes `DistributedDataParallel` wrappers from models in reports and checkpoints. Encoding the result
+    then copies tensors to host memory, and also unwraps models nested inside a checkpoint.
     """
 
     share_cuda_visible_devices = True
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Let the workers leave their process group. Busy workers are stopped without waiting for them."""
+        """Let the workers leave their process group. Stops waiting after 2 s, because workers may be busy."""
         import ray
 
         references = worker_group.execute_async(_leave_group)

@@ -1,6 +1,7 @@
-"""Global batches in functions that continue in place: a loader repeats failed batches with the remaining workers.
+"""Global batches for training functions that continue in place after a worker is lost.
 
-A global batch has the samples of one step across all ranks. It is divided among the ranks of the current group.
+A global batch has the samples of one step across all ranks. It is divided among the ranks of the current group. A
+loader repeats failed batches with the remaining workers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class DrawnSampler(DistributedSampler[Any]):
     """Gives each rank its shard of the indices that another sampler draws, which are the same on all ranks.
 
     Args:
-        sampler: The other sampler.
+        sampler: Sampler that draws the indices.
         world: This worker's rank and the number of workers.
         exact: True to repeat no samples. The first ranks may then have one more sample.
     """
@@ -51,13 +52,13 @@ class GlobalBatches(Sampler[list[Any]]):
     """Yields a rank's part of each global batch. `start_at` sets the rank and the first global batch.
 
     Args:
-        sampler: Determines the order.
+        sampler: Sampler that determines the order of the samples.
         size: Number of samples in a global batch.
         drop_last: True to omit a smaller last global batch.
 
     Attributes:
-        size: The argument.
-        consumed: Samples of the pass that a loaded position has already used: always 0.
+        size: Number of samples in a global batch.
+        consumed: Always 0, because a pass over a dataset does not start in the middle. See `GlobalStream`.
     """
 
     consumed = 0
@@ -99,13 +100,13 @@ class GlobalBatches(Sampler[list[Any]]):
     def _parts(self, order: Indices, first: int, world: World) -> Iterator[list[Any]]:
         for number in range(first, self._num_of(len(order))):
             joint = list(order[number * self.size : (number + 1) * self.size])
-            yield joint[world.rank :: world.size] or joint[:1]  # a repeated sample, which has weight 0
+            yield joint[world.rank :: world.size] or joint[:1]  # a rank without samples repeats one, with weight 0
 
 
 class GlobalStream:
     """This rank's batches of a stream whose rows are counted in advance. Used like `GlobalBatches`.
 
-    It also acts as the loader's sampler. Epochs follow one another, and a position counts rows.
+    It also acts as the loader's sampler. Each pass advances to the next epoch, and a position is a number of rows.
 
     Args:
         part: The worker's shard of the stream.
@@ -126,7 +127,7 @@ class GlobalStream:
         return len(self._part)
 
     def draw(self) -> int:
-        """Start with the remaining rows of the epoch, and return their number of global batches."""
+        """Start a pass over the remaining rows of the epoch, and return its number of global batches."""
         self.consumed = self._part.consumed
         return -(-(self._num_rows - self.consumed) // self.size)
 
@@ -171,15 +172,15 @@ class GlobalStream:
 class RepeatingLoader(DataLoader[Any]):
     """Wraps a loader over global batches and repeats batches that fail. Other attributes come from the wrapped loader.
 
-    Between two batches it waits until the group is complete. Here the function pauses while survivors of a failure form
-    a new group, and here new workers step in.
+    Between two batches it waits until the group is complete. Meanwhile, survivors of a failure form a new group, and
+    new workers step in.
 
     Args:
         loader: The loader to wrap.
-        steps: The steps that are taken on the loader's batches.
+        steps: Guards the optimizer steps on the loader's batches and reports whether a batch counts.
 
     Attributes:
-        is_open: True while the function is in the middle of a pass with steps.
+        is_open: True while the function is in the middle of a training pass.
     """
 
     def __init__(self, loader: DataLoader[Any], steps: GlobalSteps) -> None:
@@ -199,7 +200,7 @@ class RepeatingLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of passes with steps that have finished or were left, counted over all workers together.
+        """Number of training passes that have finished or were left early. It is the same on all workers.
 
         If a function counts its epochs by this attribute, new workers can step in while it runs. You may set it, for
         example to the value in a checkpoint.
@@ -212,7 +213,7 @@ class RepeatingLoader(DataLoader[Any]):
         self._epoch = epoch
 
     def position(self) -> dict[str, Any]:
-        """Return the loader's position for workers that step in."""
+        """Return the loader's position to send to workers that step in."""
         return {
             "epoch": self._epoch,
             "order": self._sampler.epoch,
@@ -243,7 +244,7 @@ class RepeatingLoader(DataLoader[Any]):
             for batch in iter(self._loader):
                 weight = joint.weight(self._number, place.world)
                 joint.count_given(self._number + 1)
-                if not torch.is_grad_enabled():  # no step can follow, and each rank is at its own position in the pass
+                if not torch.is_grad_enabled():  # evaluation: no step follows, and ranks need not stay together
                     if weight:
                         yield batch
                     self._number += 1

@@ -1,4 +1,4 @@
-"""The replica that runs functions in a worker. The driver calls its methods."""
+"""The replica that runs training functions in a worker. The driver calls its methods."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NEXT_MESSAGE_S = 1.0  # how long to wait for the next message of a function tha
 
 
 class FunctionReplica:
-    """Runs one function after another, and passes their messages to the driver.
+    """Runs a user's training functions in a worker, one after another, and passes their messages to the driver.
 
     Args:
         world: This worker's rank and the number of workers.
-        start: Arguments of `start`, for a standby worker.
+        start: Arguments for the method `start`, which a standby worker calls in `warm_up`; else empty.
 
     Attributes:
         worker_object: The instance of the user's class in this worker, or None.
@@ -103,7 +103,7 @@ class FunctionReplica:
         """Wait for the function's next message and return it.
 
         Args:
-            index: Number of the next checkpoint that workers store themselves.
+            index: Number for the next checkpoint that the workers themselves write to storage.
 
         Raises:
             TrainBackendError: No function was started.
@@ -151,7 +151,7 @@ class FunctionReplica:
         Return `HeldAtStep` instead if `hold` interrupted the wait. Raises the same exceptions as `next`.
 
         Args:
-            index: Number of the next checkpoint that workers store themselves.
+            index: Number for the next checkpoint that the workers themselves write to storage.
             is_needed: True to wait for a message. False to return no message, because the driver still has an unread
                 message from this worker.
             num_taken: Number of messages that the driver has received, for functions that continue in place. Later
@@ -173,14 +173,14 @@ class FunctionReplica:
         return messages
 
     def _has_more_behind(self, messages: Sequence[Message]) -> bool:
-        """Return True if another message is ready and the answer may include it. Functions may report very fast."""
+        """Return True if another message is ready and can be sent together with `messages`."""
         session = self._session
         if session is None or session.is_muted or not is_mere_report(messages[-1]):
             return False
         return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
 
     def answer(self, value: Any, *start: Any) -> None:
-        """Pass the function the answer to its question. A function that only starts now has not asked yet."""
+        """Pass the driver's answer to the function, unless this call starts the function: it has not asked yet."""
         self.start(*start)
         if not start and self._session is not None:
             self._session.mailbox.answer(value)
@@ -205,7 +205,7 @@ class FunctionReplica:
         self._session = None
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Return an empty copy. A function restarts from its checkpoint, which the driver has."""
+        """Return an empty snapshot. A function restarts from its newest checkpoint, which the driver has."""
         return Capture()
 
     def fetch(self, token: int) -> Any:
@@ -237,7 +237,7 @@ class FunctionReplica:
     def replica_progress(self) -> ReplicaProgress:
         """Return the number of steps that the function has taken, and the reason if it cannot continue in place.
 
-        A worker that has not met the other ranks yet cannot be a source of state for them.
+        A worker that has not yet loaded the other ranks' state cannot send state to them.
         """
         membership = self._membership
         if membership is None:
@@ -254,7 +254,7 @@ class FunctionReplica:
         )
 
     def regroup(self, world: World, handover: StateHandover) -> None:
-        """Join another group. If this rank is one step behind, it already has the gradients of that step.
+        """Join another group. A rank that is one step behind takes that step with the gradients it already has.
 
         Raises:
             RuntimeError: The function was supposed to step in but has not reached its first batch.
@@ -271,7 +271,7 @@ class FunctionReplica:
                 raise RuntimeError("the function of a new worker did not reach its first batch")
 
     def hold(self) -> None:
-        """Interrupt a call that waits for a message, so that workers can step in. The function keeps running."""
+        """Interrupt a call that waits for a message, so that new workers can join. The function keeps running."""
         session = self._session
         if session is not None and not session.mailbox.is_broken_off:
             session.mailbox.break_off(_WaitBrokenOff())
@@ -289,7 +289,7 @@ class FunctionReplica:
 
 
 class _WaitBrokenOff(BaseException):
-    """Interrupts the wait for a message so that workers can step in."""
+    """Interrupts the wait for a message so that new workers can join the group."""
 
 
 @dataclass
@@ -314,7 +314,7 @@ def describe_process() -> tuple[str, Any]:
 
 
 def _leave_process() -> None:
-    """End the worker process after its function called `sys.exit`, as in a process that is not a worker."""
+    """End the worker process after its function called `sys.exit`, as `sys.exit` does in an ordinary program."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""One run of a function in a worker, as seen by the function."""
+"""The session of a training function in a worker, which `raysgd.train.report` and similar functions call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Session:
-    """One run of a function in this worker, as seen by the function.
+    """One run of a training function in this worker. `raysgd.train.report` and similar functions call its methods.
 
     Args:
         world: This worker's rank and the number of workers.
@@ -100,7 +100,7 @@ class Session:
         return self._world
 
     def _part_of(self, shard: Any) -> Any:
-        """Return the function's part of a shard. For a stream, the part is determined by the rank."""
+        """Return the data for the function. For a stream, the rank determines which part the worker reads."""
         return shard.of_worker(lambda: self.world) if isinstance(shard, StreamPart) else shard
 
     def _run(self) -> Any:
@@ -118,14 +118,14 @@ class Session:
         return error if self._spec.explain is None else self._spec.explain(error)
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords of `report` are a metrics dict and a checkpoint, False if each is a metric."""
+        """Return True if the keywords passed to `report` are its own arguments, False if each keyword is a metric."""
         return False
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
         """Send metrics, optionally with a checkpoint, which is a dict or a `Checkpoint`.
 
         Raises:
-            TypeError: `checkpoint` has another type, or `options` were passed, which only functions of `fit` may use.
+            TypeError: `checkpoint` has another type, or `options` were passed, which needs a function run by `fit`.
         """
         if options is not None:
             raise TypeError(f"`{options}`: only functions that `fit` runs can choose how a checkpoint is stored.")
@@ -157,8 +157,8 @@ class Session:
         """Ask the driver a question and return its answer, which is the same on all ranks. All ranks must ask.
 
         Args:
-            name: The question.
-            data: This rank's part of the question.
+            name: Name of the question, which tells the driver how to compute the answer.
+            data: This rank's input to the answer.
 
         Raises:
             RuntimeError: The function is about to step into a running group, which asked this question earlier.

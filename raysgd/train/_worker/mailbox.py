@@ -1,4 +1,4 @@
-"""Passes messages from the user's function to the driver, or to the trial that the function runs in.
+"""Passes messages from the user's training function to the driver, or to the Ray Tune trial in which it runs.
 
 Messages are taken in order. Large checkpoints are stored separately until they are fetched.
 
@@ -28,12 +28,12 @@ class Mailbox:
     """Runs a function in a thread, and stores its messages until the driver takes them.
 
     Args:
-        function: The function.
+        function: Function to run, such as the user's training function with its config bound.
         num_ahead: Number of messages that may be waiting before the function is blocked.
         name: Name of the thread.
 
     Attributes:
-        num_ahead: The argument.
+        num_ahead: Number of messages that may be waiting before the function is blocked.
     """
 
     def __init__(self, function: Callable[[], Any], num_ahead: int = 0, name: str = "raysgd-function") -> None:
@@ -71,7 +71,7 @@ class Mailbox:
         """Send a message from the function, and wait until it is taken.
 
         Args:
-            message: The message.
+            message: Message for the reader of this mailbox.
             may_wait: True to continue while the message waits, unless more than `num_ahead` messages are waiting.
 
         Raises:
@@ -156,13 +156,13 @@ class Mailbox:
             return self._ended
 
     def break_off(self, error: BaseException) -> None:
-        """Make waits for the next message raise `error` until `mend`. The function needs another group to continue."""
+        """Make `next_message` raise `error` until `mend` is called, because the function's worker group is broken."""
         with self._changed:
             self._broken = error
             self._changed.notify_all()
 
     def mend(self) -> None:
-        """Undo `break_off`, because the function continues."""
+        """Undo `break_off`, because the function continues in another group."""
         with self._changed:
             self._broken = None
 
@@ -207,7 +207,8 @@ class PendingCheckpoints:
     """This worker's checkpoints that wait for the driver.
 
     The driver always fetches rank 0's checkpoints, so they are copied immediately. A checkpoint of another rank is
-    copied only if the driver requests it, because no lower rank has a checkpoint. The function waits for that decision.
+    copied only if the driver requests it, which it does if no lower rank has a checkpoint. The function waits for that
+    decision.
     """
 
     def __init__(self) -> None:
@@ -236,7 +237,7 @@ class PendingCheckpoints:
 
         Args:
             token: The token from `announce`.
-            make_copy: Creates the copy. It receives the `told` of `fetch`.
+            make_copy: Creates the copy. It receives the value `told` that was passed to `fetch`.
         """
         with self._changed:
             self._changed.wait_for(lambda: token in self._wanted or token not in self._open)
@@ -260,7 +261,7 @@ class PendingCheckpoints:
 
         Args:
             token: The copy's token.
-            told: Value for the function that creates an announced copy.
+            told: Value for the `make_copy` of an announced copy.
 
         Raises:
             KeyError: The copy no longer exists.

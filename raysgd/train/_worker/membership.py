@@ -1,8 +1,8 @@
-"""A running function's membership in its group, which may change while the function runs.
+"""A training function's membership in its worker group, which may change while the function runs.
 
-Two threads meet here. One thread runs the function, which takes steps together with the other ranks. The driver calls
-the other thread, which leaves a broken group and joins the next group. Neither thread waits longer for the other than
-a broken collective takes to fail.
+Two threads meet here. One thread runs the function, which takes steps together with the other ranks. The other thread
+serves the driver: it leaves a broken group and joins the next group. Neither thread waits longer for the other than a
+broken collective takes to fail.
 
 ADR 121 explains why a function can continue in place, and what makes a step count.
 """
@@ -48,21 +48,22 @@ class BatchStart:
 
 
 class Membership:
-    """Decides which steps of a function count, and blocks the function between batches while a new group forms.
+    """Decides which optimizer steps of a function count, and blocks the function between batches while a group forms.
 
-    A step counts if all ranks have its gradients. Each rank reports that it has them before it steps, and steps once
-    all ranks have reported. If the group breaks during this, a rank may have stepped only if all ranks have the
-    gradients. So either all survivors take the step, or none does.
+    A step counts if all ranks have its averaged gradients. Otherwise its batch is repeated. Each rank reports that it
+    has the gradients before it steps, and steps once all ranks have reported. If the group breaks during this, a rank
+    may have stepped only if all ranks have the gradients. So either all survivors take the step, or none does.
 
-    A function that steps in later runs alone until it requests its rank. It receives its rank together with a group.
-    At its first batch it meets the other ranks and loads their state.
+    A function steps in if its worker joins a group that is already training, usually to replace a lost worker. It runs
+    alone until it requests its rank, which it receives together with a group. At its first batch it meets the other
+    ranks: it loads their state.
 
     Args:
         world: The function's first rank and group size.
         tell: Notifies the driver, once per group, that the group is broken.
         is_held: Returns True if the function is blocked by something other than the other ranks, or has ended.
         is_new: True if the function will step into a running group.
-        note: Called with a group's number once its ranks have met. From then on, all of them report.
+        note: Called with a group's number once its ranks have met. From then on, all ranks of the group send reports.
 
     Attributes:
         place: The current group, and the function's rank in it.
@@ -120,10 +121,10 @@ class Membership:
         self._is_waiting = False
 
     def open_batch(self, place: GroupPlace, has_trained: bool) -> BatchStart:
-        """Start a batch whose samples were divided for a group.
+        """Start a batch whose samples were divided among the ranks of a group.
 
         After each change of the group, one batch fails on every survivor, even on a survivor that was between two
-        batches. This keeps the count equal on all ranks.
+        batches. This keeps the number of failed batches equal on all ranks.
 
         Args:
             place: The group, and the rank in it.
@@ -150,7 +151,7 @@ class Membership:
             return True
 
     def end_exchange(self, broken: BaseException | None = None) -> None:
-        """End an exchange. `broken` is the error if the group broke."""
+        """End the communication that `begin_exchange` started. `broken` is the error if the group broke."""
         with self._changed:
             self._num_in_use -= 1
             if broken is not None:
@@ -224,7 +225,7 @@ class Membership:
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
-        """Mark the batch as failed before its first exchange."""
+        """Mark the batch as failed before it communicates with other ranks."""
         with self._changed:
             self._fail()
 
@@ -270,10 +271,10 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function out of a group whose connections were closed, and wait for its exchanges there to finish.
+        """Keep the function out of a group whose connections were closed, and wait for its pending collectives to fail.
 
         Raises:
-            TimeoutError: An exchange does not finish.
+            TimeoutError: A collective does not end in time.
         """
         with self._changed:
             self._is_open = False

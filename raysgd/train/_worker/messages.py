@@ -1,4 +1,4 @@
-"""Messages between the driver and the workers' functions."""
+"""Messages between the driver and the training functions in the workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREEMPTION = "get_preemption_info"
 
 
 class TrainingResultType(Enum):
-    """The types of messages."""
+    """Type of a `FunctionMessage`: a report of metrics, or a checkpoint."""
 
     REPORT = auto()
     CHECKPOINT = auto()
@@ -21,7 +21,7 @@ class TrainingResultType(Enum):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A message in the form that code driving a `BackendExecutor` itself receives."""
+    """A message as `BackendExecutor` returns it to programs that use it directly."""
 
     type: TrainingResultType
     data: dict[str, Any]
@@ -35,8 +35,8 @@ class CheckpointRef:
         score: Value by which the checkpoint is ranked; None if it has no score.
         data: The encoded checkpoint, if it is small and certain to be stored.
         token: Otherwise, the token to fetch the checkpoint with.
-        files: Names of the files if the worker stores them itself, so that nothing is sent. With a token, the worker
-            first waits to be notified which of these names lower ranks also use.
+        files: Names of the checkpoint's files if the worker itself writes them to storage, so that nothing is sent.
+            With a token, the worker first waits to be notified which of these names lower ranks also use.
     """
 
     score: Any = None
@@ -46,7 +46,7 @@ class CheckpointRef:
 
     @property
     def is_stored(self) -> bool:
-        """True if the worker stores the checkpoint itself."""
+        """True if the worker itself writes the checkpoint to storage."""
         return self.files is not None
 
 
@@ -64,7 +64,7 @@ class Question:
     """A question that the functions of all ranks ask the driver at the same point.
 
     Attributes:
-        name: Name of the function that asks.
+        name: Name of the library function that asks, such as `broadcast_from_rank_zero`.
         data: This rank's argument, pickled.
     """
 
@@ -108,7 +108,7 @@ class FunctionSpec:
 
     Attributes:
         function: The user's function, with its config bound.
-        encode: Prepares all data that leaves the worker.
+        encode: The plug-in's `encode_data`, which prepares reports and checkpoints before they leave the worker.
         score_attribute: Key in a checkpoint whose value ranks the checkpoint.
         is_detailed: True if reports include host, process and time.
         is_muted: True if the function does not wait for its reports to be read.
@@ -116,7 +116,7 @@ class FunctionSpec:
         make_session: Creates the function's session from the arguments of `Session`; None to use `Session`.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.
         is_elastic: True if the function continues in place when other workers are lost.
-        steps_in: True if the function starts in a worker that will step into a running group.
+        steps_in: True if the function starts in a worker that will join a group in which the function already runs.
         has_parts: True if the function's data was sharded at the start, so that a lost worker's shard is lost.
     """
 

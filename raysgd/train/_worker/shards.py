@@ -109,7 +109,7 @@ class _StreamGroup:
 
 
 class StreamPart:
-    """One worker's batches. Iterate over this object once per epoch.
+    """One worker's batches of a stream. Iterate over this object once per epoch.
 
     All workers get the same number of batches. If the lengths of the stream's shards are unknown, or a filter drops
     rows, each worker gets as many batches as its own rows yield, unless `prepare_data_loader` connects the workers.
@@ -126,7 +126,8 @@ class StreamPart:
         is_known: True if an epoch's rows are counted before they are read.
 
     Raises:
-        ValueError: The stream is not batched, or it has fewer lanes than workers.
+        ValueError: The stream is not batched, or it has fewer lanes than workers. A lane is a fixed sequence of the
+            stream's shards, which one worker reads.
     """
 
     def __init__(self, stream: Stream, world_size: int) -> None:
@@ -148,7 +149,7 @@ class StreamPart:
         """Connect this part to workers that notify each other how many rows they have read. Return this object.
 
         Args:
-            ranks: The workers.
+            ranks: The group through which the workers notify each other.
             collate: Forms a batch from rows.
             exact: True to use each row exactly once. Workers may then have different numbers of batches.
         """
@@ -219,7 +220,7 @@ class StreamPart:
         """Continue at a position saved with any number of workers.
 
         Raises:
-            ValueError: The position belongs to other shards.
+            ValueError: The position belongs to a stream with other shards.
         """
         self._source.load_state(state)
         self.epoch, self.consumed = state["epoch"], state["consumed"]

@@ -14,7 +14,8 @@ class TrainingCallback:
 
     Attributes:
         results_preprocessor: Preprocesses the results for `handle_result`.
-        RESERVED_KEYS: Keys that belong to other callbacks but that this callback also needs.
+        RESERVED_KEYS: Reserved keys of the results, such as profiler traces, that this callback needs. All other
+            reserved keys are removed from its results.
         reads_checkpoints: True if `finish_training` needs the checkpoints in the run's folder. They are downloaded
             from a store only in this case.
     """
@@ -33,7 +34,7 @@ class TrainingCallback:
         """Called once at the end. `error` is True if the run ended with an exception."""
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Remove the results of other callbacks, preprocess the rest, and call `handle_result`. Do not override."""
+        """Remove reserved keys, preprocess the results, and call `handle_result`. Do not override."""
         hidden = ALL_RESERVED_KEYS - set(self.RESERVED_KEYS)
         shown = ExcludedKeysResultsPreprocessor(hidden).preprocess(results)
         if self.results_preprocessor is not None:

@@ -28,7 +28,7 @@ class LogdirManager:
     """A callback's folder: the folder that was passed, or the run's folder.
 
     Args:
-        logdir: The folder; None for the run's folder.
+        logdir: Folder for the callback's files; None for the run's folder.
         create_logdir: True to create the folder.
 
     Raises:
@@ -58,10 +58,10 @@ class LogdirManager:
 
     @property
     def logdir_path(self) -> Path:
-        """The folder.
+        """Path of the callback's folder.
 
         Raises:
-            RuntimeError: It is the run's folder, and no run has started yet.
+            RuntimeError: The callback uses the run's folder, and no run has started yet.
         """
         path = self._logdir or self._default
         if path is None:
@@ -70,11 +70,11 @@ class LogdirManager:
 
 
 class _SinkCallback(TrainingCallback):
-    """Writes the reports of one or several workers to a sink.
+    """Writes the reports of one or several workers to a sink, such as a file or a tracking service.
 
     Args:
         sink: Destination of the reports.
-        logdir: The folder. Default: the run's folder.
+        logdir: Folder for the sink's files. Default: the run's folder.
         workers: A rank, several ranks, or None for all.
         hidden: Metrics to omit.
     """
@@ -106,8 +106,8 @@ class JsonLoggerCallback(_SinkCallback):
     """Writes a JSON file: a list with one element per report. Each element is a list of the workers' metrics.
 
     Args:
-        logdir: The folder. Default: the run's folder.
-        filename: The file. Default: `results.json`.
+        logdir: Folder of the file. Default: the run's folder.
+        filename: Name of the file. Default: `results.json`.
         workers_to_log: A rank, several ranks, or None for all.
     """
 
@@ -128,14 +128,14 @@ class JsonLoggerCallback(_SinkCallback):
         return self.logdir / self._filename
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        self._sink.write(results, step=0)  # a list has no steps
+        self._sink.write(results, step=0)  # `JsonList` ignores the step
 
 
 class TBXLoggerCallback(_SinkCallback):
     """Writes files for TensorBoard with tensorboardX.
 
     Args:
-        logdir: The folder. Default: the run's folder.
+        logdir: Folder of the files. Default: the run's folder.
         worker_to_log: The rank whose reports are written.
     """
 
@@ -175,7 +175,7 @@ class MLflowLoggerCallback(_SinkCallback):
         experiment_name: Without an ID, name of an experiment, created if needed. Default: MLFLOW_EXPERIMENT_NAME.
         tags: Tags of the run.
         save_artifact: True to upload the checkpoints at the end.
-        logdir: The folder. Default: the run's folder.
+        logdir: Folder of `mlruns`, if it is used. Default: the run's folder.
         worker_to_log: The rank whose reports are written.
 
     Raises:

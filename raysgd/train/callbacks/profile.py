@@ -20,7 +20,7 @@ class TorchTensorboardProfilerCallback(TrainingCallback):
     """Writes the reported traces of `TorchWorkerProfiler.get_and_clear_profile_traces` as files for TensorBoard.
 
     Args:
-        logdir: The folder. Default: `pytorch_profiler` in the run's folder.
+        logdir: Folder of the files. Default: `pytorch_profiler` in the run's folder.
         workers_to_log: A rank, several ranks, or None for all.
     """
 

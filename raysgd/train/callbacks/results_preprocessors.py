@@ -1,4 +1,7 @@
-"""Preprocessors for the results that a callback receives. They return new lists and do not modify their input."""
+"""Preprocessors for the results that a callback receives: a list with each worker's dict of metrics, by rank.
+
+They return new lists and do not modify their input.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,7 @@ class _Aggregate(ResultsPreprocessor):
 
     @abc.abstractmethod
     def _aggregate(self, values: Sequence[float], results: Results) -> float:
-        """Compute the number from the workers' values. At least one value is not NaN."""
+        """Aggregate the workers' values to one number. At least one value is not NaN."""
 
 
 class AverageResultsPreprocessor(_Aggregate):

@@ -1,8 +1,9 @@
-"""The implementation of `fit()`: one run of a function, from its start to its `Result`.
+"""The implementation of `fit()`: one run of a training function, from its start to its `Result`.
 
 Guarantees:
 
-* A checkpoint is always complete. Workers store folders themselves; the driver commits them and writes dicts.
+* A checkpoint in the storage is always complete. Workers write checkpoint folders, which the driver then commits. The
+  driver itself writes checkpoints that are dicts.
 * A failed run continues from its newest checkpoint with the available workers, as often as `FailureConfig` allows.
 * Rank 0's reports are written as they arrive.
 

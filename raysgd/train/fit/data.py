@@ -1,4 +1,4 @@
-"""Each worker's data in a `fit`: its shard of each sharded dataset, and the other datasets in full.
+"""Each worker's data in a run of `fit()`: its shard of each sharded dataset, and the other datasets in full.
 
 Before anything runs, `merged_config` merges the configs of the trainer and its user. `prepared` then calls functions
 that return datasets and applies the preprocessor, once. `DatasetShards` shards the datasets whenever workers start.
@@ -200,7 +200,7 @@ def merged_config(
     Args:
         dataset_config: The user's config; None for the trainer's default.
         datasets: The datasets by name.
-        own: The config of the trainer's class.
+        own: The default config of the trainer's class.
 
     Raises:
         ValueError: `dataset_config` has another type, or does not match the datasets.
@@ -292,7 +292,7 @@ def _lacks_fit(preprocessor: Any) -> bool:
 
 
 def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
-    """Shuffle a dataset only if the user set it: the default `randomize_block_order=True` would make streams wait."""
+    """Shuffle a dataset if the user requested it. Ray's default `randomize_block_order=True` would delay streaming."""
     if config.global_shuffle:
         return dataset.random_shuffle()
     if config.randomize_block_order and is_of_ray(dataset):

@@ -1,4 +1,4 @@
-"""A function that `fit` runs in a worker, as seen by the function: its checkpoints, its rank and its trial."""
+"""The session of a training function that `fit` runs in a worker: its reports, checkpoints, data, rank and trial."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DEEPEST = 50
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.bool_)
 logger = logging.getLogger(__name__)
 _once = Once()
-_TRAVELS = ("data_dict", "object_ref")  # other types of checkpoints are folders, which workers store
+_TRAVELS = ("data_dict", "object_ref")  # sent to the driver; checkpoints of other types are folders that workers store
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
 _FOREIGN = (
     "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
@@ -44,7 +44,7 @@ _MISUSES = (_MISUSE, "cannot be used outside of a Ray Train training function")
 
 
 class FitSession(Session):
-    """One run of a function that `fit` started in this worker.
+    """One run of a training function that `fit` started in this worker.
 
     Args:
         world: This worker's rank and the number of workers.
@@ -52,7 +52,7 @@ class FitSession(Session):
         checkpoint: The checkpoint that the function starts from, or its folder or content, or None.
         shard: This worker's shard of the data, by dataset name.
         pending: Holds large checkpoints until the driver fetches them.
-        facts: Facts about the run.
+        facts: What the function can query about the run, such as its folder and metadata.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class FitSession(Session):
         return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
 
     def ask(self, name: str, data: Any = None) -> Any:
-        """Ask the driver once the last checkpoint is stored, and return its answer."""
+        """Wait until the last checkpoint is stored, then ask the driver and return its answer."""
         self._await_upload()
         return super().ask(name, data)
 
@@ -157,7 +157,7 @@ class FitSession(Session):
         return trial.is_local and place.resolve().is_relative_to(Path(trial.local_path).resolve())
 
     def _store(self, data: Any, checkpoint: Checkpoint, options: UploadOptions) -> None:
-        """Store a folder where the driver finds it, together with the folders of other ranks, and send the metrics."""
+        """Upload a checkpoint folder to the staging folder that all ranks share, and send the metrics."""
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:
@@ -166,11 +166,11 @@ class FitSession(Session):
         self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
 
     def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
-        """Store a folder and send the metrics. Ranks other than 0 first wait to learn which file names are taken."""
+        """Upload a folder and send the metrics. A rank above 0 first learns which file names lower ranks use."""
         ref = CheckpointRef(files=names_in(source))
         if self.world.rank == 0:
             if self.membership is not None and self.membership.place.number:
-                target.delete()  # left by a lost rank that stored files under this number without a checkpoint
+                target.delete()  # may contain files of a lost rank, whose checkpoint was never committed
             target.upload(source)
             self.mailbox.offer(FunctionMessage(TrainingResultType.REPORT, data, ref))
         else:
@@ -189,7 +189,7 @@ class FitSession(Session):
         return self._part_of(next(iter(shards.values()), None))
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise an error, because a function of `fit` saves checkpoints with its reports.
+        """Raise an error, because a function that `fit` runs saves checkpoints with its reports.
 
         Raises:
             SessionMisuseError: Always.
@@ -200,7 +200,7 @@ class FitSession(Session):
         )
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Raise an error, because a function of `fit` calls `get_checkpoint` instead.
+        """Raise an error, because a function that `fit` runs calls `get_checkpoint` instead.
 
         Raises:
             SessionMisuseError: Always.
@@ -302,10 +302,10 @@ def _working_in(workdir: str | None) -> Iterator[None]:
 
 
 class SessionForRay:
-    """The session that `ray.tune.report` and `ray.tune.get_checkpoint` find. It forwards to this run.
+    """Stands in for Ray's own session, so that `ray.tune.report` and `ray.tune.get_checkpoint` reach this run.
 
     Args:
-        session: The run's session.
+        session: Session of the running function, which receives the calls.
     """
 
     def __init__(self, session: FitSession) -> None:

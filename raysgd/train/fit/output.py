@@ -4,7 +4,7 @@ The files are `result.json`, `progress.csv`, `params.json`, `error.txt` and Tens
 content as Ray Tune's files. Each report is on disk when its call returns; only TensorBoard's file follows within
 seconds. A driver that is killed loses at most the report that it was writing.
 
-With remote storage, a thread of the driver copies the files there during the run.
+With remote storage, a thread in the driver copies the files there during the run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PARAMS_PICKLE_FILE = "params.pkl"
 
 _NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
 _UPLOAD_EVERY_S = 5.0
-_LARGEST_VALUE = 10_000  # bytes; a limit, because each report contains the config
+_LARGEST_VALUE = 10_000  # bytes; larger config values are shortened, because each report contains the config
 _MOST_ENTRIES = 1_000
 
 
@@ -69,7 +69,8 @@ def open_writers(folder: Path, config: Mapping[str, Any], replaced: Collection[s
 
 def _writers(config: Mapping[str, Any]) -> Iterator[tuple[str, SafeSink]]:
     """Yield the writers of the files, each with the name of Ray Tune's logger for the same file."""
-    results = JsonLines(RESULT_FILE, {"config": config}, strict=False)  # programs read the numbers back
+    # Not strict, so that programs read NaN and infinity back as numbers instead of null.
+    results = JsonLines(RESULT_FILE, {"config": config}, strict=False)
     yield JSON_LOGGER, SafeSink(results, RESULT_FILE, hidden=("config",))
     yield CSV_LOGGER, SafeSink(CsvTable(PROGRESS_FILE), PROGRESS_FILE, hidden=("config",))
     try:
@@ -131,11 +132,11 @@ def attempt(what: str, work: Callable[[], object]) -> None:
 
 
 class Logs:
-    """Copies a trial's logs to its folder, unless they are written there directly.
+    """A trial's log files. With remote storage, they are written to a local folder and copied to the storage.
 
     Args:
-        folder: The run's folders.
-        chores: The thread that copies the logs.
+        folder: The trial's local folder and its folder in the storage.
+        chores: Background thread that copies the logs.
     """
 
     def __init__(self, folder: TrialFolder, chores: ThreadPoolExecutor) -> None:
@@ -145,7 +146,7 @@ class Logs:
         self._running: Future[None] | None = None
 
     def fetch(self) -> None:
-        """Fetch the logs of the run that this run continues, to append to them."""
+        """If this run continues an earlier run, download the earlier logs, so that new reports are appended to them."""
         if not self._folder.is_local and not self._folder.is_new:
             for name in self._folder.trial.names():
                 if self._folder.trial.has(name):
@@ -215,7 +216,7 @@ def _size_of(value: Any) -> int:
 
 
 class ConsoleReporter:
-    """A callback that prints the events of a run: `RunConfig(verbose=...)`.
+    """A callback that prints the events of a run, for `RunConfig(verbose=...)`.
 
     Args:
         verbose: 1 prints the run's folder and its end, 2 also attempts and checkpoints, 3 also each report.

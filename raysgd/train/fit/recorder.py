@@ -1,4 +1,4 @@
-"""`Recorder`: records a run of `fit()` in the driver and creates its `Result`.
+"""`Recorder`: writes the results of a `fit()` run to files, in the driver, and creates its `Result`.
 
 A report is in `result.json` before any callback receives it. The trial's folder contains everything that a new process
 needs to continue the run; see `raysgd.train.fit.restore`.
@@ -58,10 +58,12 @@ _ALLOWED = (
 
 
 class Recorder:
-    """Records a run. All methods are called in the driver, in one thread.
+    """Writes a run's reports and status, retains its checkpoints, and calls the callbacks.
+
+    All methods are called in the driver, in one thread.
 
     Args:
-        folder: The run's folders.
+        folder: The trial's local folder and its folder in the storage.
         config: The trial's config: `{"train_loop_config": ...}`.
         run_config: The user's `RunConfig`.
 
@@ -114,7 +116,7 @@ class Recorder:
         self._trial.status = FitTrialView.RUNNING
 
     def record(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """Write a report.
+        """Write a report to the run's files and pass it to the callbacks.
 
         Args:
             metrics: Rank 0's metrics.
@@ -147,7 +149,7 @@ class Recorder:
         self._callbacks.watch(events)
 
     def fail(self, error: BaseException) -> None:
-        """Record a failed attempt, with its error in `error.txt`."""
+        """Count a failed attempt and append its error to `error.txt`."""
         if not self._is_open:
             self._open()
         self._last_failure = error
@@ -156,7 +158,9 @@ class Recorder:
         self._logs.upload_soon()
 
     def end_run(self, error: BaseException | None = None) -> Result:
-        """Finish recording. Close everything, even if closing part of it fails.
+        """Notify the callbacks that the run has ended, close all files, and return the `Result`.
+
+        All files are closed even if a callback or closing a file fails.
 
         Args:
             error: The error that ended the run; None if it succeeded.
@@ -191,7 +195,7 @@ class Recorder:
         self._callbacks.setup(self._given_stop)
 
     def _take_over(self) -> None:
-        """Continue where an earlier process stopped."""
+        """Load the reports, checkpoints and callback states of the run that an earlier process started."""
         self._folder.trial.discard_staged("checkpoint_")
         reports = read_reports(self._folder.trial)
         if reports:
@@ -211,7 +215,7 @@ class Recorder:
         experiment = self._folder.experiment
         if not experiment.has(CALLBACK_STATES_FILE):
             return
-        words = "the callbacks start without their former state (%s): %r"  # damaged, or saved by another class
+        words = "the callbacks start without their former state (%s): %r"  # file damaged, or class changed
         with failure_logged(logger.warning, words, CALLBACK_STATES_FILE):
             self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
 
@@ -227,7 +231,7 @@ class Recorder:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
             if not has_failed:
-                last_first.callback(self._forget_errors)  # after the last copy of the logs has finished
+                last_first.callback(self._forget_errors)  # runs after `shutdown`, when no copy of the logs is pending
             last_first.callback(self._chores.shutdown)
             if not has_failed:
                 last_first.callback(self._checkpoints.move_to_memory)
@@ -242,7 +246,7 @@ class Recorder:
             self._logs.remove(ERROR_PICKLE_FILE)
 
     def _note(self, status: str) -> None:
-        """Record the experiment's last trial and its status for `restore`."""
+        """Write the name and the status of the experiment's last trial to `run.json`, for `restore`."""
         note = {"trial": self._folder.dir_name, "trainer": self._folder.trainer_name, "status": status}
         self._folder.experiment.write(RUN_FILE, json.dumps(note).encode())
 
@@ -270,13 +274,13 @@ class KeptCheckpoints:
     """Retains the best checkpoints and the newest checkpoint, and deletes all others.
 
     Args:
-        folder: The run's folders.
+        folder: The trial's folder, which contains the checkpoints.
         config: Rule that determines which checkpoints to retain.
-        chores: The thread that deletes checkpoints.
+        chores: Background thread that deletes checkpoints.
 
     Attributes:
         latest: The newest checkpoint; None before the first checkpoint.
-        report: The report of the newest checkpoint, after which the run continues.
+        report: The report that came with the newest checkpoint. A restarted run continues after this report.
     """
 
     def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: ThreadPoolExecutor) -> None:
@@ -375,7 +379,8 @@ def make_stop(stop: Any) -> Stop:
         return _limits(stop)
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         conditions = [make_stop(each) for each in stop]
-        return lambda trial_id, result: any([each(trial_id, result) for each in conditions])  # all see each report
+        # A list, so that every condition receives every report.
+        return lambda trial_id, result: any([each(trial_id, result) for each in conditions])
     if hasattr(stop, "stop_all"):
         return lambda trial_id, result: bool(stop(trial_id, dict(result))) or bool(stop.stop_all())
     if callable(stop) and not isinstance(stop, type):
@@ -390,7 +395,7 @@ def _check_takes_two(function: Callable[..., Any]) -> None:
 
 
 def _limits(limits: Mapping[str, Any]) -> Stop:
-    """Return a condition that is met when a metric reaches its limit."""
+    """Return a condition that is met when any of the metrics reaches its limit."""
     for name, limit in limits.items():
         if not isinstance(name, str) or not is_number(limit):
             raise ValueError(

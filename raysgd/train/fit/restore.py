@@ -40,7 +40,7 @@ class RestoredRun:
 
     Attributes:
         experiment: The experiment's folder.
-        folder: The trial's folders; None if the run had not started.
+        folder: The trial's folder; None if the run had not started.
         is_finished: True if the run succeeded, so that `fit` returns its result without running anything.
     """
 
@@ -51,7 +51,7 @@ class RestoredRun:
 
 @dataclass(frozen=True)
 class _CheckpointAt:
-    """Replaces a checkpoint, which would add its whole content or its store's keys to `trainer.pkl`."""
+    """A checkpoint's location. In `trainer.pkl`, it replaces the checkpoint, which may be large or contain keys."""
 
     path: str
 
@@ -72,13 +72,13 @@ class _WithoutSecrets:
 def save_trainer(
     experiment: Folder, trainer_class: type, arguments: Mapping[str, Any], file: str = TRAINER_FILE
 ) -> None:
-    """Write the file for `restore` to an experiment's folder.
+    """Write the class and the arguments of a trainer to an experiment's folder, for `restore`.
 
     Args:
-        experiment: The folder.
+        experiment: The experiment's folder.
         trainer_class: The trainer's class.
-        arguments: The arguments of its constructor.
-        file: The name of the file.
+        arguments: The arguments that the user passed to the class.
+        file: Name of the file to write.
     """
     kept = {name: _for_later(name, value) for name, value in arguments.items()}
     pickle_modules_by_name()
@@ -108,7 +108,7 @@ def _for_later(name: str, value: Any) -> Any:
 
 
 def _without_place(run_config: RunConfig) -> RunConfig:
-    """Remove the storage from the config, since its URI or file system may contain keys. `restore` gets it again."""
+    """Remove the storage from the config, because its URI or file system may contain keys. `restore` sets it again."""
     sync_config = replace(run_config.sync_config, upload_dir=None)
     return replace(run_config, storage_path=None, storage_filesystem=None, sync_config=sync_config)
 
@@ -157,7 +157,7 @@ def restore(
         trainer_class: The class that `restore` was called on; None for the saved class.
         path: The experiment's folder, or its URI.
         storage_filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
-        saved_as: The file that the trainer was saved in.
+        saved_as: Name of the file that contains the trainer.
         **replaced: Arguments to use instead of the saved arguments. None leaves an argument unchanged.
 
     Returns:

@@ -21,7 +21,7 @@ class BatchOptions:
         micro_batch_size: Maximum number of samples of a constant global batch that a worker processes at once.
         deterministic: True to split each global batch into logical shards, so that its gradient is bitwise identical on
             any number of workers.
-        num_shards: Number of logical shards, which is the trainer's initial number of workers.
+        num_shards: Number of logical shards. It equals the trainer's initial number of workers.
 
     Raises:
         ValueError: A value is invalid, or two values contradict each other.
@@ -74,7 +74,7 @@ class BatchOptions:
         return min(-(-size // num_workers), self.micro_batch_size or size)
 
     def refuse_with(self, obstacles: Iterable[tuple[bool, str, str]]) -> None:
-        """Check that nothing prevents workers from splitting a constant global batch, if these options require it.
+        """Raise an error if these options require a constant global batch, but an obstacle prevents splitting it.
 
         Args:
             obstacles: Tuples of a flag (True if the obstacle applies), the argument that causes the obstacle, and
@@ -88,7 +88,10 @@ class BatchOptions:
                 raise ValueError(f"{self.global_option} cannot work with {what}: {way_out}.")
 
     def config_for(self, config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
-        """Return the config for one operator in a group of `num_workers`.
+        """Return the config for the operator of one worker in a group of `num_workers`.
+
+        Unless `split_batches` is set, the global batch size is replaced with the size of one worker's part, or of one
+        logical shard if `deterministic` is set.
 
         Raises:
             ValueError: The config's batch size is invalid or cannot be split.

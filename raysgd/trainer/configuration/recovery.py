@@ -16,29 +16,29 @@ class Recovery:
     Pass it as `recovery` to `TorchTrainer` or `TFTrainer`.
 
     Args:
-        in_place: True: survivors keep their processes and continue where they are, if possible; see
+        in_place: True: survivors keep their processes and continue the call, if possible; see
             `docs/fault-tolerance.md`. If that is not possible, or if False, all workers restart from the last snapshot.
         wait_for_workers: True: survivors wait up to 30 s for new workers, which start immediately in any case.
             "auto": do not wait if the global batch does not depend on the number of workers (`BATCH_SIZE`,
-            `split_batches=True`) and survivors have memory for their larger parts of it. New workers then join
-            during the epoch.
+            `split_batches=True`) and survivors have enough memory for their larger parts of each batch. New workers
+            then join during the epoch.
         resize_interval_s: How often a trainer with too few workers checks for free resources during an epoch. None:
             only before each call.
         heartbeat_s: A worker process that does not respond for this long, because it is stopped or frozen, counts as
             lost. A worker that is still starting has at least 120 s.
-        form_timeout_s: Time limit for workers that are all ready to form a group. Capped at `timeout_s`.
-        settle_timeout_s: Time limit for a survivor to finish its step after a failure, and for a spare to finish its
-            validation batch. A worker that takes longer is replaced.
-        snapshot_every_s: How often the workers copy their state after calls, to restart from it. "auto": copies take at
-            most 2 % of the time, and a restart repeats at most 30 s of completed calls. A number: at most once in that
-            many seconds; 0: after each call. None: never; a failure that needs a snapshot then raises
+        form_timeout_s: Time limit for forming a group once all its workers are ready. Capped at `timeout_s`.
+        settle_timeout_s: Time limit for a survivor to finish its step after a failure, and for a spare worker that runs
+            validation to finish its batch. A worker that takes longer is replaced.
+        snapshot_every_s: How often to take a snapshot after a call: a copy of the state to restart from. "auto":
+            snapshots take at most 2 % of the time, and a restart repeats at most 30 s of completed calls. A number: at
+            most once in that many seconds; 0: after each call. None: never; a failure that needs a snapshot then raises
             `WorkersLostError`.
-        snapshot_every_n_steps: How often to copy the state inside an epoch as well. None: only after calls. The driver
-            collects copies four times a second, so choose a number of steps that takes a second or more.
+        snapshot_every_n_steps: Number of steps between snapshots inside an epoch. None: only after calls. The driver
+            collects snapshots four times a second, so choose a number of steps that takes a second or more.
         undo: What workers copy before each batch, so that they can repeat it after a failure in the middle. None:
-            always the buffers, and all registered state if needed; see `docs/recovery.md`. True: all of it; only for
-            `TorchTrainer`. False: nothing, so that a failure in the middle of a batch restarts the call from the
-            snapshot.
+            always the buffers, and all registered state if needed; see `docs/recovery.md`. True: all registered state;
+            only for `TorchTrainer`. False: nothing, so that a failure in the middle of a batch restarts the call from
+            the snapshot.
 
     Raises:
         ValueError: A value is invalid.

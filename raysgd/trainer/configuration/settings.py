@@ -76,11 +76,11 @@ class GroupSettings:
         return self.use_local and self.num_workers == 1
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
-        """Check that spare workers, if requested, would be able to replace lost workers.
+        """Raise an error if spare workers are requested but could not replace lost workers.
 
         Args:
             obstacles: Tuples of a flag (True if the obstacle applies) and the argument that causes the obstacle.
-            way_out: Arguments that do work with spares.
+            way_out: Arguments that work with spares, for the error message.
 
         Raises:
             ValueError: Spares are requested, but an obstacle applies.
@@ -99,13 +99,14 @@ class ReplicaSettings:
     """The settings from which every replica is built. Front ends add fields in subclasses.
 
     Attributes:
-        training_operator_cls: The operator class.
+        training_operator_cls: The user's operator class, which each replica instantiates.
         config: The operator's config. Its `BATCH_SIZE` is the batch size of all workers together.
         use_gpu: True if each worker has GPUs.
         recovery: How to handle failures.
         batch_options: Size of the global batch, and how it is split among workers.
         revision: Number of times that `reload` or `reset_config` has recreated the operators.
-        config_changes: One dict per `update_config` since then, with the previous values of the changed entries.
+        config_changes: One dict per call of `update_config` since the operators were last recreated, with the previous
+            values of the changed entries.
         callbacks_revision: Number of times that the workers' callbacks were replaced.
 
     Raises:
@@ -123,7 +124,7 @@ class ReplicaSettings:
     callbacks_revision: int = 0
 
     def after(self: SettingsT, num_changes: int) -> SettingsT:
-        """Return the settings after the first `num_changes` config changes; 0 for those that `setup` received."""
+        """Return the settings as they were after the first `num_changes` config changes; 0 for the original config."""
         if num_changes >= len(self.config_changes):
             return self
         config = checks.with_entries(self.config)
@@ -132,11 +133,11 @@ class ReplicaSettings:
         return replace(self, config=config, config_changes=self.config_changes[:num_changes])
 
     def follow(self, others: ReplicaSettings) -> bool:
-        """Return True if an operator built from `others` needs only later config changes to match these settings."""
+        """Return True if an operator built from `others` needs only the config changes since then to match `self`."""
         return self.revision == others.revision and len(self.config_changes) >= len(others.config_changes)
 
     def config_for(self, num_workers: int) -> dict[str, Any]:
-        """Return the config for one operator in a group of `num_workers`."""
+        """Return the config for the operator of one worker in a group of `num_workers`."""
         return self.batch_options.config_for(self.config, num_workers)
 
     @property

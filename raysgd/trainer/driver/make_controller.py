@@ -26,7 +26,7 @@ WORDS = FrontEndWords(
     after_end="the last completed state is kept",
     restart_point="from the last completed call",
 )
-"""Advice for users of a class-based trainer, appended to the engine's messages."""
+"""Wording specific to class-based trainers, which the engine inserts into its messages."""
 
 
 def make_controller(
@@ -42,10 +42,10 @@ def make_controller(
 
     Args:
         settings: Number of workers, their resources and how to handle failures.
-        make_replica: Creates the replicas.
-        connection: Connects the workers with their group.
-        reservation_timeout_s: Seconds to wait for resources.
-        keeps_survivors: Whether the framework lets the survivors of a failure continue.
+        make_replica: Creates a worker's replica, the object that hosts the operator.
+        connection: Connects each worker with the other workers of its group.
+        reservation_timeout_s: Seconds to wait until Ray has reserved the workers' resources.
+        keeps_survivors: Whether the framework lets the survivors of a failure continue with their current state.
         renews_survivors: Whether survivors can at least restore a snapshot without a new process.
     """
     is_wanted = settings.recovery.in_place and not settings.is_driver_only

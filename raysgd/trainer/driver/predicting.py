@@ -32,14 +32,16 @@ _LARGE_BYTES = 2**16
 
 
 def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
-    """Return the number of rows in one worker's batch according to the config."""
+    """Return the batch size that the config sets for one worker, in rows, or the default batch size."""
     options = settings.batch_options
     config = options.config_for(settings.config, num_workers)
     return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
 
 
 def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int, num_workers: int) -> int:
-    """Return how many batches each worker gets next: enough to need few rounds, but not more than fits in memory.
+    """Return how many batches to send to each worker in the next round.
+
+    The number doubles after a short round and halves after a long round, but stays within a memory limit.
 
     Args:
         size: Batches per worker in the last round.
@@ -54,17 +56,18 @@ def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int,
 
 
 class PredictionRounds:
-    """The rounds of one prediction.
+    """Runs one prediction in rounds.
 
     Args:
         controller: Runs calls on the workers.
-        predict: The replicas' method that predicts.
+        predict: The replica method that runs one round on a worker.
         source: Source of the batches.
-        info: Values to pass to the operator.
+        info: The user's entries for the `batch_info` of `predict_batch`.
         has_target: Whether tuple batches end with a target; None to decide by the data.
         max_retries: How many times to repeat a round after a failure.
-        place: Stores a value for a rank and returns the argument to send.
-        listeners: Listeners for the progress.
+        place: Puts a value for a rank into Ray's object store, unless the rank runs in the driver. Returns the argument
+            to send.
+        listeners: Receive the progress after each round.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class PredictionRounds:
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
         """Return a request for each rank. A new group also receives the data that all ranks need."""
         is_new, self._worlds = worlds is not self._worlds, worlds
-        has_share = is_new and self._source.share is not None  # stored once for all ranks
+        has_share = is_new and self._source.share is not None  # data that all ranks need, stored once
         shares = placed_once(self._place, [self._source.share] * len(worlds)) if has_share else None
         requests, first = [], 0
         is_last = self._num_done + len(pieces) == self._source.num_batches

@@ -16,15 +16,17 @@ from raysgd.core.engine.worker import identity, packed_bytes
 from raysgd.trainer.configuration.batching import config_for_worker
 
 Requests = list[tuple[Any, ...]]
-"""For each rank, a request followed by the rank's shard of the data, if it gets a shard. Ray delivers the shard."""
+"""For each rank, the arguments to send: the request, and the rank's shard of the data unless the rank has it."""
 
 
 def place_share(use_local: bool, rank: int, share: Any) -> Any:
-    """Store a rank's shard and return the argument to send. Ray tracks who holds a separately passed argument.
+    """Put a rank's shard into Ray's object store and return the reference to send.
+
+    The reference must be a separate argument of the call, so that Ray tracks who holds the shard.
 
     Args:
-        use_local: Whether rank 0 runs in the driver, so that its shard stays there.
-        rank: The rank.
+        use_local: Whether rank 0 runs in the driver. Its shard is then returned unchanged.
+        rank: Rank of the worker that receives the shard.
         share: The rank's shard of the data.
     """
     if use_local and rank == 0:
@@ -47,15 +49,16 @@ class _Division:
 
 
 class DataSharing:
-    """Adds each worker's shard of the data to its request, once per group as long as calls succeed.
+    """Adds each worker's shard of the data to its request. While calls succeed, a group receives its shards only once.
 
     Workers keep their shards and their positions in them. A failed call may leave workers at different positions, so
     the workers receive new shards after it.
 
     Args:
         config: The config for all workers together.
-        place: Stores a rank's shard and returns the argument to send.
-        call_data_of: Takes a call's data and one worker's config, and determines who shards the data.
+        place: Stores a rank's shard and returns the argument to send, as `place_share` does.
+        call_data_of: Takes a call's data and one worker's config. Returns a `CallData`, which says how the data is
+            sharded.
         config_for: Builds one worker's config from the common config and the number of workers.
     """
 
@@ -81,7 +84,8 @@ class DataSharing:
             requests: The requests by rank.
             name: "train" or "validation".
             batches: The registered data.
-            worlds: The ranks of the group. The identical object means the same group.
+            worlds: Each worker's rank and group size. Passing the identical list object means that the group has not
+                changed.
         """
         _, shares = self._shares(name, batches, CallData("ray", batches), worlds)
         return self._with_shares(requests, shares)
@@ -93,7 +97,7 @@ class DataSharing:
             requests: The requests by rank.
             name: "train" or "validation".
             dataset: The call's dataset, of a type that `call_data_of` supports.
-            worlds: The ranks of the group, as for `with_registered`.
+            worlds: Each worker's rank and group size, as for `with_registered`.
         """
         data, of_call = self._call_data_of(dataset, self._config_for(self._config, len(worlds))), f"{name} of a call"
         assert data is not None, "the call has checked it"
@@ -109,7 +113,10 @@ class DataSharing:
         self._places[name] = identity(dataset), place
 
     def places_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
-        """Return the positions where calls stopped, for another process. Omits data that would not be sent again."""
+        """Return the positions where calls stopped, for another process that continues this trainer.
+
+        Includes only data that a driver sent to this process, because only that data has a token to recognize it by.
+        """
         return {name: (token, place) for name, (token, place) in self._places.items() if isinstance(token, str)}
 
     def take_over(self, kept: Mapping[str, tuple[str, DataPosition | None]]) -> None:
@@ -117,7 +124,7 @@ class DataSharing:
         self._places = {name: (sys.intern(token), place) for name, (token, place) in kept.items()}
 
     def follow(self, config: Mapping[str, Any]) -> None:
-        """Use a changed config. Data that functions create from the config is sharded again."""
+        """Use a changed config. Data that a user's creator function builds from the config is sharded again."""
         self._config = config
         self._divisions = {name: each for name, each in self._divisions.items() if each.kind != "creator"}
 
@@ -145,8 +152,8 @@ class DataSharing:
 
 
 def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
-    """Return a common value for each rank. It is stored only once for all ranks outside the driver."""
+    """Return, for each rank, the argument that sends a common value. All ranks outside the driver share one copy."""
     share, num_others = shares[0], len(shares) - 1
     first = place(0, share)
-    is_local = first is share  # the other ranks then need a stored copy
+    is_local = first is share  # rank 0 runs in the driver and nothing was stored, so the other ranks need a copy
     return [first, *[place(1, share) if is_local and num_others else first] * num_others]

@@ -148,7 +148,7 @@ def make_trainable(
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
             self._last = None
-            self._trial.end()  # the next trial inherits nothing from this trial
+            self._trial.end()  # the next trial gets a new object
             self.setup(new_config)
             return True
 
@@ -265,7 +265,7 @@ def _comparable(value: Any) -> Any:
     try:
         return hashlib.sha256(packed_bytes("The config", value)).hexdigest()
     except UnpicklableError:
-        return math.nan  # not even equal to itself
+        return math.nan  # not equal to anything, so the config counts as changed
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

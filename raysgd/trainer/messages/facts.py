@@ -19,9 +19,9 @@ class RunnerFacts:
         seed: This rank's seed for the data order.
         train_data: Properties of the train data that must be identical on all ranks; None if the data is not sharded.
         validation_data: The corresponding properties of the validation data.
-        keeps_own_state: True if the operator has custom state, which evaluation may change.
+        keeps_own_state: True if the operator has custom state, which validation or prediction may change.
         epoch_obstacle: Reason why an interrupted epoch has to start over; None if it can continue.
-        ray_batches: Registered Ray Data, which the driver divides. Rank 0 reports it for all ranks.
+        ray_batches: Registered Ray Data, which the driver shards among the workers. Rank 0 reports it for all ranks.
         has_validation: True if validation data is registered, or if the user overrides `validate`, which may not
             need data.
         keeps_global_batch: True if the global batch does not depend on the number of workers.
@@ -42,5 +42,5 @@ class RunnerFacts:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of models and optimizers that a state must contain."""
+        """The numbers of models and optimizers that a state dict must contain to be loaded."""
         return {"models": self.num_models, "optimizers": self.num_optimizers}

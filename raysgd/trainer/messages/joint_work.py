@@ -33,7 +33,7 @@ class JointWork:
         return sum(self.counts.values())
 
     def can_become(self, other: JointWork) -> bool:
-        """Return True if this rank can still match the work of `other`, which has done at least as much."""
+        """Return True if this rank can still match the work of `other`, which has taken at least as many actions."""
         num_behind = other.num - self.num
         if self.is_over and num_behind:
             return False
@@ -44,8 +44,8 @@ def difference(told: Mapping[int, Any]) -> str:
     """Describe how the work differs between ranks. Return an empty string if it can still become identical.
 
     Args:
-        told: Heartbeats, answers and failures, by rank. Entries without `joint_work` are ignored. So are entries from
-            an earlier call, because their ranks have not started this call yet.
+        told: The latest heartbeat, answer or failure of each rank, by rank. Entries without `joint_work` are ignored.
+            Entries from an earlier call are ignored too, because their ranks have not started this call yet.
     """
     found = {rank: work for rank, each in told.items() if (work := getattr(each, "joint_work", None)) is not None}
     newest = max((work.number for work in found.values()), default=0)

@@ -1,4 +1,4 @@
-"""One round of `predict` in a replica: the request, and the outputs by batch."""
+"""One round of `predict` in a replica: the request, and the output for each batch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class PredictRequest:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches to predict, in the format of the data.
+    """Batches to predict, in the format of the user's data.
 
     Attributes:
-        batches: The batches.
+        batches: One worker's batches of the round, in row order.
         form: How to convert arrays and dicts of columns; None if the batches need no conversion.
     """
 
@@ -100,10 +100,10 @@ def outputs_of(
     """Return the output of the operator's `predict_batch` for each batch, converted to arrays.
 
     Args:
-        operator: The operator.
+        operator: Operator whose `predict_batch` is called.
         batches: This worker's batches, each with its number of rows.
         request: The request for the round.
-        place: Updated after each batch.
+        place: Progress record, updated after each batch.
         plain: Converts a tensor to an array.
 
     Raises:

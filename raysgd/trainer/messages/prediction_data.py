@@ -23,11 +23,11 @@ DEFAULT_BATCH_SIZE = 32
 
 @dataclass
 class PredictionSource:
-    """Yields the pieces of a prediction, one per batch.
+    """Yields the pieces of a prediction. A piece is one batch, or the row indices of one batch.
 
     Attributes:
         pieces: The pieces, in row order.
-        work: Converts consecutive pieces to work for a worker.
+        work: Converts consecutive pieces to the `Work` that is sent to one worker.
         nbytes: Returns the number of bytes to send for a piece.
         num_batches: Number of batches; None if unknown.
         share: Data that every worker needs once; None if there is no such data.
@@ -113,7 +113,11 @@ class BatchRequest:
         return self.batch_size if self.has_size or own is None else own
 
     def form(self, own: BatchForm = PLAIN_FORM) -> BatchForm:
-        """Return the columns for data that specifies the form `own`. A label column is kept only for transforms."""
+        """Return how to form batches from data that specifies the form `own`.
+
+        Columns passed to `predict` take precedence. The label column is kept only if the data has a transform, which
+        may read it.
+        """
         if self.feature_columns is not None:
             return replace(PLAIN_FORM, feature_columns=self.feature_columns)
         return own if own.transform is not None else replace(own, label_column=None)
@@ -123,7 +127,7 @@ Found = tuple[PredictionSource, Container]
 
 
 def source_of(data: Any, asked: BatchRequest) -> Found | None:
-    """Return the source and the container for data that needs no framework, or None for other data.
+    """Return the source and the result container for data of a framework-independent type, or None for other data.
 
     Raises:
         TypeError, ValueError: The columns are invalid, or the data has no columns.

@@ -12,12 +12,12 @@ from raysgd.core.numbers.results import CallProgress
 
 
 def execute(replica: Any, fn: Callable[[], Any]) -> Any:
-    """Call a user's function."""
+    """Call a user's function without arguments."""
     return fn()
 
 
 def apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
-    """Call a user's function on the operator."""
+    """Call a user's function with the operator."""
     return fn(replica.operator)
 
 

@@ -1,8 +1,8 @@
 """Two sums for each weight of a replica, to detect replicas that have drifted apart. No I/O.
 
-They are the sum and the sum of squares. Ranks in sync may still round differently, on different processors or with
-different numbers of threads. The tolerance allows for that. With `deterministic=True`, the sums are taken over the
-bits.
+They are the sum and the sum of squares of its elements. Ranks in sync may still round differently, on different
+processors or with different numbers of threads. The tolerance allows for that. With `deterministic=True`, the sums are
+taken over the elements' bits and must be equal.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from raysgd.core.text.log_lines import named
 from raysgd.exceptions import RanksDifferError
 
 _TOLERANCE = 1e-4  # a hundred times the difference that different kernels cause between ranks after 8,000 steps
-_TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}  # by bytes per element; the difference in bfloat16 was 0.14
-_SMALLEST = 1e-3  # relative to the norm of all weights: a smaller weight may be noise around 0
-_SHARE = 0.005  # fraction of the time spent on comparisons; with comparisons at snapshots it stays below 1 %
+_TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}  # by bytes per element; in bfloat16, ranks in sync differed by 0.14
+_SMALLEST = 1e-3  # relative to the norm of all weights: a weight with a smaller norm may be noise around 0
+_SHARE = 0.005  # fraction of the time to spend on comparisons; including those at snapshots it stays below 1 %
 _MOST_NAMES = 3
 _CHUNK = 1 << 16  # elements that are converted at once, which takes half a megabyte
 
@@ -60,7 +60,7 @@ class WeightSums:
 
 
 class ComparisonPace:
-    """Decides after which training calls without a snapshot to compare ranks. Comparisons take 0.5 % of the time."""
+    """Decides after which training calls to compare ranks if no snapshot is taken. Spends 0.5 % of the time on it."""
 
     def __init__(self) -> None:
         self._cost_s = self._since_s = 0.0
@@ -112,7 +112,7 @@ def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: st
     """Check that the ranks' weights are in sync. If the sums of a rank are missing, nothing is compared.
 
     Args:
-        told: The sums of each rank.
+        told: The sums of each rank; None for a rank that did not compute them.
         reasons: Likely reasons for a difference in this framework.
         way_out: Advice for the user.
 

@@ -1,9 +1,10 @@
-"""The goodput ledger of one replica: assigns every second since the replica joined a group to one bin.
+"""The goodput ledger of one replica: measures which part of its time goes into useful training.
 
-Plain accounting with a clock, independent of the framework. The training loop announces which bin starts, so a switch
-costs one reading of the clock. Two kinds of time are assigned late. The time of a step moves to another bin if the
-step is interrupted. The time after an interrupted call counts as recovery only if the replica continues in a new group.
-Until that is known, it stays in bins that are not reported.
+The ledger assigns every second since the replica joined a group to one bin, such as waiting for data or taking a
+snapshot. It is independent of the framework. The training loop announces which bin starts, so a switch costs one
+reading of the clock. Two kinds of time are assigned late. The time of a step moves to another bin if the step is
+interrupted. The time after an interrupted call counts as recovery only if the replica continues in a new group. Until
+that is known, it stays in bins that are not reported.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ from raysgd.exceptions import OnFailure
 BROKEN, LEFT = "(broken off)", "(group left)"
 """Time since a call was interrupted, and since the replica left the group. Later assigned to recovery or the driver."""
 
-_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}  # a failed exchange waited for a lost rank
+# Where the time of an interrupted step goes. A failed exchange was waiting for a lost rank, so it counts as detection.
+_UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}
 
 ItemT = TypeVar("ItemT")
 
 
 class Ledger:
-    """Accounts for a replica's time.
+    """Assigns a replica's time to bins.
 
     Examples:
         >>> ledger = Ledger(clock=iter(range(20)).__next__)
@@ -102,7 +104,7 @@ class Ledger:
 
     @contextmanager
     def call(self, first: str = OTHER) -> Iterator[None]:
-        """Account for a training call, or part of one, inside the context."""
+        """Account for a training call, or for a part of it, inside the context."""
         self.enter(first)
         with OnFailure(self._break_off):
             yield
@@ -143,7 +145,7 @@ class Ledger:
         return _Exchange(self, group)
 
     def begin_exchange(self) -> bool:
-        """Start an exchange. Return True if it belongs to a step; `end_exchange` must then follow."""
+        """Start communication with other ranks. Return True if it belongs to a step and needs `end_exchange`."""
         if self._bin != USEFUL:
             return False
         self.enter(EXCHANGE)
@@ -173,8 +175,8 @@ class Ledger:
         """Account for joining a new group inside the context.
 
         Args:
-            goes_on: Returns True if a call continues. Called after the context, unless a call was interrupted on this
-                rank.
+            goes_on: Returns True if a call continues in the new group, so that the time after the context counts as
+                recovery. Not called if a call was interrupted on this rank, because that call continues.
         """
         if self._waits_for_place:
             self._waits_for_place = False
@@ -233,7 +235,7 @@ class Ledger:
 
 
 class _Exchange(AbstractContextManager[None]):
-    """Context manager for one exchange. A class, because a generator would double the overhead."""
+    """Context manager for `Ledger.exchanging`. A class, because a generator would double the overhead."""
 
     __slots__ = ("_before_s", "_group", "_is_of_step", "_ledger")
 

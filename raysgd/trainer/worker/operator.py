@@ -39,7 +39,7 @@ _OF_TRAINER = "It comes from the trainer."
 
 
 def rung(method: Callable[Concatenate[SelfT, ...], ResultT]) -> Callable[Concatenate[SelfT, ...], ResultT]:
-    """Let type checkers accept overrides with fewer arguments, which the library supports. Return `method`."""
+    """Decorate a method that users may override with fewer arguments, so that type checkers accept the override."""
     return method
 
 
@@ -78,12 +78,13 @@ class Internals:
         latest_metrics: Metrics of the last batch.
         logged: Metrics passed to `log` since the last batch reported its metrics.
         logged_outside: Metrics passed to `log` outside any batch.
-        meters_to_fill: The call's meters, for the next `train_epoch` to take; None once it has taken them.
+        meters_to_fill: Meters, which accumulate the call's metrics, for the next `train_epoch`; None once it has taken
+            them.
         meters: Meters of the last `train_epoch`.
         lost: Metrics that lost workers measured in this call. Only rank 0 counts them; empty on other ranks.
         once: Messages that were already logged.
         callbacks: The operator's worker callbacks.
-        place: Position of the current batch in its step. With PyTorch, the `Leg` of the running call.
+        place: The replica's position in its step (a `PlaceInStep`); None outside a call.
     """
 
     _operator: Any  # the operator that this record belongs to
@@ -129,7 +130,7 @@ class Internals:
         return AverageMeterCollection()
 
     def take_meters(self) -> AverageMeterCollection:
-        """Return the call's meters on the first call, and new meters after that."""
+        """Return the meters in `meters_to_fill`, or new meters if those were already taken."""
         self.meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
         return self.meters
 
@@ -212,7 +213,7 @@ class BaseOperator:
         note(self._raysgd.logged, name, value)
 
     def skip_batch(self) -> None:
-        """Skip the last batch. Call it on all workers, and do not train on the batch afterwards."""
+        """Skip the current batch. Call this on all workers, and do not train on the batch afterwards."""
         if self._raysgd.place is not None:
             self._raysgd.place.skip()
 
@@ -254,7 +255,7 @@ class BaseOperator:
 
         With PyTorch, learning rates that equaled `config["lr"]` after `setup` follow that entry. A new rate scales the
         whole schedule. To update other values that `setup` computed from the config, override this method and call
-        `super`.
+        `super().config_changed`.
 
         Args:
             config: The config with the new values.
@@ -317,7 +318,7 @@ def take_place(operator: BaseOperator, world: World) -> None:
 
 
 def made_by_hand(operator_cls: type[Any]) -> TypeError:
-    """Return the error to raise when a program instantiates an operator itself."""
+    """Return the error to raise when user code instantiates an operator itself."""
     name = operator_cls.__name__
     return TypeError(
         f"`{name}()`: each worker creates its own operator. Pass the class itself, `training_operator_cls={name}`."

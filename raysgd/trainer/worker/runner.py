@@ -1,7 +1,7 @@
 """Base class of the replicas that host operators. The engine and the driver call its methods by name.
 
-`hosted` contains the operator and its framework, `training` the calls, `state` the copies of the state. ADR 115
-explains the split.
+The module `hosted` connects the operator with its framework, `training` runs the calls, and `state` copies the state.
+ADR 115 explains the split.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ClassRunner(ReplicaCalls, ABC):
 
     @abstractmethod
     def _make_hosted(self, settings: Any, world: World) -> HostedOperator:
-        """Return a hosted operator of this framework for these settings, without calling its `build`."""
+        """Return a `HostedOperator` of this framework for these settings, without calling its `build`."""
 
     def setup(self) -> Any:
         """Build the operator, which runs the user's `setup`, and apply later config changes. Return its facts.
@@ -103,13 +103,15 @@ class ClassRunner(ReplicaCalls, ABC):
     # The following methods replace the operator class of a live replica. ADR 72 explains why this takes two steps.
 
     def prepare_reload(self, settings: Any) -> tuple[RunnerFacts, Any]:
-        """Build an operator of an edited class with the current state. The old operator is used until `finish_reload`.
+        """Build an operator from the user's edited class and load the current state into it.
+
+        The old operator is used until `finish_reload`.
 
         Returns:
             Facts of the new operator, and the hyperparameters that its `setup` sets to other values than before.
 
         Raises:
-            ValueError: The state does not fit the new operator.
+            ValueError: The state does not match the new operator.
         """
         hosted = self._hosted
         self._candidate, own = None, hosted.state.own()
@@ -124,8 +126,8 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts, hosted.edited_by(candidate)
 
     def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
-        """Switch to the operator that `prepare_reload` built and return its facts. Return None if it does not exist."""
-        if self._hosted.settings.revision != revision:  # otherwise this replica already started with the new class
+        """Switch to the operator that `prepare_reload` built and return its facts. Return None if it was not built."""
+        if self._hosted.settings.revision != revision:  # if they are equal, this replica already has the new class
             candidate = self._candidate
             if candidate is None or candidate.settings.revision != revision:
                 return None
@@ -167,7 +169,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return self._copies.part_of_snapshot(number)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot or a checkpoint. If it does not fit, nothing changes. See `ReplicaState.restore`."""
+        """Restore a snapshot or a checkpoint. If it does not match the operator, nothing changes."""
         self._hosted.restore(shared_state, own_state)
         self._forget_call()
 
@@ -187,7 +189,7 @@ class ClassRunner(ReplicaCalls, ABC):
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
             self._leave_group()
-            self.drop_reload()  # it was built for the old group
+            self.drop_reload()  # the prepared operator was built for the old group
             if handover.make_replica is not None:  # this standby worker was built with older settings
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world
@@ -210,11 +212,11 @@ class ClassRunner(ReplicaCalls, ABC):
         spare's own settings.
 
         Args:
-            number: Number of the loan.
+            number: Number of the loan, which is a call that a spare runs until the group needs the spare.
             settings: Settings that the state belongs to.
             state: The state to validate.
             request: The validation request.
-            share: This worker's shard of the data that the driver divides.
+            share: This worker's shard, if the driver shards the validation data; otherwise None.
 
         Returns:
             The answer; None if the loan ended before the validation was complete.

@@ -1,7 +1,8 @@
 """Wraps an operator's `train_batch` or `validate_batch`, and collects the metrics that `self.log` reports.
 
-The wrapper is set on the operator, so a user's own loop calls it just as the default loop does. It adds the missing
-metrics outside the method, because an override may do arithmetic on what the default method returns.
+The wrapper is set on the operator, so a user's own loop calls it just as the default loop does. It adds the sample
+count and the logged metrics after the method has returned, because an override may do arithmetic on what the default
+method returns.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
 
 
 def set_apart(internals: Any) -> None:
-    """Move metrics logged since the last batch to the result of the call."""
+    """Move the metrics logged since the last batch to `logged_outside`, because they belong to the call's result."""
     internals.logged_outside.update(internals.logged)
     internals.logged.clear()
 
@@ -77,9 +78,9 @@ def around_batches(
     """Wrap a method of the operator so that its metrics include the sample count and the logged metrics.
 
     Args:
-        operator: The operator.
+        operator: Operator whose method is wrapped.
         name: Name of the method.
-        place: The replica's position in its step. It identifies padding batches, whose samples are not counted.
+        place: The replica's position in its step. It says whether the batch is padding, whose samples do not count.
         after: Called with each batch's metrics. Its return value replaces them.
     """
     internals, method, was_set = operator._raysgd, getattr(operator, name), name in vars(operator)

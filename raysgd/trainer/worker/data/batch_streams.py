@@ -2,7 +2,7 @@
 
 A stream keeps an iterator over its source open between calls, so a call with `num_steps` continues where the previous
 call stopped. The position is the number of samples that all ranks together have used, so it is valid for any number of
-workers.
+workers. A pass is one time through the data; it may span several calls.
 
 A step counts as done only once the loop requests the next batch or finishes. `BatchStream.take` then confirms the
 step. Until then, the operator's meters and `global_step` may be ahead of the position.
@@ -29,7 +29,7 @@ class BatchInStep(Protocol):
 
     @property
     def is_padding(self) -> bool:
-        """True if none of the batch's samples count. The rank trains on it so that other ranks need not wait."""
+        """True if none of the batch's samples count. The rank trains on it only to join other ranks' collectives."""
 
     @property
     def is_boundary(self) -> bool:
@@ -37,7 +37,9 @@ class BatchInStep(Protocol):
 
 
 class PlaceInStep(Protocol):
-    """A replica's position in a step that all replicas take together. With PyTorch, the `Leg` of the running call.
+    """A replica's position in a step that all replicas take together.
+
+    With PyTorch, this is the current `Leg`, the part of a call that one worker group runs.
 
     Attributes:
         began_at: Time at which the replica started to draw its batch.
@@ -67,7 +69,7 @@ class _OpenPass(Generic[ItemT]):
     """The part of a pass that has not been yielded yet.
 
     Args:
-        items: Iterator over the items.
+        items: Iterator over the source's items.
 
     Attributes:
         items: Iterator over the items that have not been drawn.
@@ -86,7 +88,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
     Args:
         source: Source of the batches.
-        place_of: Returns the replica's position in its step. The stream reports each batch to it before yielding it.
+        place_of: Returns the replica's position in its step. The stream reports each batch there before yielding it.
         next_pass: Called when a new pass starts. Returns the index of the pass.
         undo: Called before a padding batch. Returns a function that reverts the effects of training on that batch.
 
@@ -123,7 +125,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
     @property
     def place(self) -> PlaceT:
-        """The replica's position in its step. With PyTorch, this is the `Leg` of the running call."""
+        """The replica's position in its step."""
         return self._place_of()
 
     @property
@@ -142,7 +144,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         Args:
             place: The replica's position in its step.
             item: The source's item.
-            is_last: True if the pass or the call ends with this batch.
+            is_last: True if this batch is the last of the pass or of the call.
         """
 
     @property
@@ -156,7 +158,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         return self._pass is not None or self._to_resume is not None or self._num_open > 0
 
     def settle(self) -> None:
-        """Confirm the last step, because the loop over the batches has finished.
+        """Confirm the last step after the loop over the batches has finished.
 
         Raises:
             RuntimeError: The group broke during the last step.
@@ -243,7 +245,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         is_last = self._is_last_of_pass(self._pass, item)
         batch = self._begin_step(
             place, item, is_last or is_last_of_call
-        )  # may raise because a rank is lost, before the step has started
+        )  # if a rank is lost, this raises before the step counts as started
         self.num_steps_taken += is_first_of_step
         if is_last:
             self._pass = None  # the next call starts a new pass
@@ -262,7 +264,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         undo = self._undo_padding = None if self._undo is None else self._undo()
         try:
             yield batch
-        finally:  # even if user code raises, unless another call has started by then
+        finally:  # undo the padding batch even if user code raises, unless another call has started since
             if undo is not None and undo is self._undo_padding:
                 self._leave_padding()
 
@@ -296,7 +298,7 @@ class WatchedBatches:
 
 
 def redrawing(batches: Iterator[Any], redraw: Callable[[], None]) -> Iterator[Any]:
-    """Yield the batches, calling `redraw` between them about ten times a second."""
+    """Yield the batches. Between batches, call `redraw` about ten times a second to update a progress display."""
     due = time.monotonic()
     for batch in batches:
         if time.monotonic() >= due:

@@ -18,7 +18,7 @@ from raysgd.trainer.worker.data.rank_rows import RankRows
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics"
-"""Name of the row part that holds a rank's running sums of metrics."""
+"""Name of the part of a row that holds a rank's running sums of metrics. A row is what ranks exchange in each step."""
 
 
 class NumberedRun(Protocol):
@@ -35,7 +35,7 @@ RunT = TypeVar("RunT", bound=NumberedRun)
 
 
 def run_of(kept: RunT | None, call: int) -> RunT | None:
-    """Return the record if it belongs to this call. Return None if the rank has not started this call."""
+    """Return `kept` if it is the record of the call with this number. Return None if the rank has not started it."""
     return kept if kept is not None and kept.call == call else None
 
 
@@ -115,8 +115,8 @@ class RunState:
         is_finished: True if the call is complete, including user code after the last step.
         name: Name of the rank that created this record.
         metrics: Metrics of that rank; None if the rank keeps reporting them itself.
-        others: Metrics of all ranks as of the last completed step, by rank name, as far as this rank knows them.
-            Empty if `metrics` is set.
+        others: Metrics of all ranks that this rank knows, as of the last completed step, by rank name. Empty if
+            `metrics` is set.
         lost: Metrics of lost ranks, by rank name.
         place: Position in data passed to this call; None for registered data.
         call: Number of the call.
@@ -145,14 +145,14 @@ class EpochRun:
     Attributes:
         epoch_idx: Index of the pass in which the call started.
         num_steps: Number of steps to take; None for the rest of the pass.
-        meters: Meters of the call. They count a step once it is done.
+        meters: Meters, which accumulate the call's metrics. They include a step once it is done.
         rows: Metrics that the ranks exchanged during this call.
         num_steps_before: Number of steps completed before the current stream was attached.
         answer: The answer of the call; None until this rank has finished it.
         is_finished: True if the call is complete, possibly because another rank reported so.
         is_exhausted: True if all steps were done at the last `detach`.
         place: Position in data passed to this call, as of the last `detach`.
-        gate: The ranks' agreement to stop between two steps.
+        gate: This rank's part in an agreement of all ranks to stop between two steps.
         ledger_before: Record of the samples used before the call; None if this rank joined later.
         call: Number of the call. It distinguishes this call's requests from requests of other calls.
     """
@@ -194,7 +194,7 @@ class EpochRun:
         return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
 
     def detach(self) -> None:
-        """Leave the stream, because the new group continues at a different position. Only completed steps count.
+        """Drop the stream, because the new group continues with another stream. Only completed steps count.
 
         This also cancels an agreement to stop, because a worker that joins the new group does not know of it.
         """

@@ -44,7 +44,7 @@ class DataFeed(ABC):
     @property
     @abstractmethod
     def _ranks(self) -> Any:
-        """The group's ranks, in the form that sources need."""
+        """This worker's rank and group size, in the form that the framework's sources accept."""
 
     @property
     @abstractmethod
@@ -81,14 +81,14 @@ class DataFeed(ABC):
 
     @abstractmethod
     def ledger(self) -> DataLedger | None:
-        """Return the record of which train samples were used; None if unknown."""
+        """Return the record of which training samples were used; None if unknown."""
 
     @abstractmethod
     def ray_loader(self, name: str) -> RayLoader | None:
         """Return the loader registered under "train" or "validation" if it reads Ray Data, otherwise None."""
 
     def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
-        """Store this worker's shard of driver-sharded data, replacing an earlier shard. None changes nothing."""
+        """Store this worker's shard of data that the driver shards. It replaces an earlier shard, unless it is None."""
         if share is None:
             return
         if request.shard_key is not None:
@@ -154,7 +154,7 @@ class DataFeed(ABC):
         return stream
 
     def _go_to_place(self, stream: Any) -> None:
-        """Move to where the previous call on the same data stopped, in case the data was sent to the workers again."""
+        """Move a new stream to where the previous call on the same data stopped."""
         share = self.data_of_call["train"]
         place = share.place
         if place is None or not has_divided_source(stream):
@@ -186,7 +186,7 @@ class DataFeed(ABC):
 
         Args:
             request: The training request.
-            share: This worker's shard of the data that the driver divides.
+            share: This worker's shard, if the driver shards the call's data; otherwise None.
             place: The call's position in its own data.
         """
         if request.shard_key is not None:
@@ -237,7 +237,7 @@ class DataFeed(ABC):
         """Check that a position is valid for the registered stream.
 
         Raises:
-            ValueError: The position is invalid for it.
+            ValueError: The position is invalid for the stream.
         """
         if self._registered_stream is not None and position and not position.get("is_unknown"):
             self._registered_stream.check_position(position)

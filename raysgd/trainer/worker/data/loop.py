@@ -1,4 +1,4 @@
-"""The loop over the steps of a training call. It knows whether a step is only partly done."""
+"""Base class of the loops over the steps of a training call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from raysgd.trainer.worker.data.feed import DataFeed
 
 
 class Loop:
-    """A loop over a feed's batches. This base class assumes that no step changes the state; subclasses refine that.
+    """The framework-specific part of a training loop over a feed's batches.
+
+    It also knows whether a step is only partly done. This base class assumes that the state is always the state after
+    a completed step. A step boundary is the point between two steps.
 
     Attributes:
-        first_bin: Ledger bin for the time before the first batch is drawn. If the library draws no batches, it is the
-            bin for the whole call.
+        first_bin: Bin of the time `Ledger` for the time before the first batch is drawn. If the library draws no
+            batches, it is the bin for the whole call.
     """
 
     first_bin: ClassVar[str] = OTHER
@@ -29,7 +32,7 @@ class Loop:
 
     @property
     def place(self) -> PlaceInStep:
-        """The replica's position in its step. With PyTorch, this is the `Leg` of the running call."""
+        """The replica's position in its step."""
         raise NotImplementedError
 
     @property
@@ -39,16 +42,16 @@ class Loop:
 
     @property
     def can_return(self) -> bool:
-        """True if the state after the last completed step can be restored if user code raises. Same on all ranks."""
+        """True if the state after the last completed step can be restored when user code raises. Same on all ranks."""
         return self.is_whole
 
     @property
     def has_stock_loop(self) -> bool:
-        """True if the epoch runs in the library's loop, which adds the missing entries to the batch metrics itself."""
+        """True if the library's loop runs the epoch. It adds the sample count and logged metrics to batches itself."""
         return False
 
     def is_lost(self, error: BaseException) -> bool:
-        """Return True if an exception means that the group is broken."""
+        """Return True if an exception means that the worker group is broken, for example because a worker was lost."""
         return False
 
     def may_be_parted(self, error: BaseException) -> bool:
@@ -70,7 +73,7 @@ class Loop:
         return value
 
     def note_boundary(self) -> None:
-        """Called when the state is the state after a completed step."""
+        """Called at a step boundary, where the state is the state after a completed step."""
 
     def note_restored(self) -> None:
         """Called when the state was replaced by the state after a completed step."""

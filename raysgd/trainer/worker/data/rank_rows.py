@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 
 class RowExchange:
-    """One rank's side of the row exchange within one group. All ranks must make the same exchanges.
+    """One rank's side of the row exchange within one group. All ranks must call `exchange` together.
 
     Args:
         name: Name of this rank, which stays the same in later groups.
@@ -70,7 +70,7 @@ class RowExchange:
 
         Args:
             parts: The parts by name.
-            gather: Replaces the default gather for the first try. It may send other data together with the row.
+            gather: All-gather to use for the first try instead of the default. It may send other data with the row.
         """
         own = self._encoded(parts)
         received = self._gathered(own, gather or self._gather)

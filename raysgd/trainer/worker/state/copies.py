@@ -28,16 +28,17 @@ class StateCopy:
 
 
 class StateCopies:
-    """Takes copies of one worker's state and stores them until the driver has fetched them in another thread.
+    """Takes copies of one worker's state and stores them until the driver has fetched them.
 
-    Also stores this rank's parts of the two newest mid-call snapshots, keyed by the number of steps before them.
+    Also stores this rank's parts of the two newest mid-call snapshots, keyed by the number of steps before them. A
+    second thread fetches copies while the training thread runs.
 
     Args:
         every: Number of steps between copies of the state inside a training call; None for no copies.
         ledger: Records the time spent on copies.
 
     Attributes:
-        every: The argument.
+        every: Number of steps between copies, as passed to the constructor.
         newest: Number of steps before the newest snapshot of the running call; 0 if it has no snapshot.
     """
 
@@ -105,13 +106,16 @@ class StateCopies:
         return self.every is not None and num_steps - self.newest >= self.every
 
     def keep(self, num_steps: int, part: Capture) -> None:
-        """Store a new part and retain the previous part. Discard older parts."""
+        """Store this rank's part of the snapshot after `num_steps` steps, and discard all but one earlier part."""
         self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
         self._parts[num_steps] = part
         self.newest = num_steps
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of the snapshot after `number` steps and retain its copy for the driver, or None."""
+        """Return this rank's part of the snapshot after `number` steps. Return None if it was discarded.
+
+        The copy of the returned part is retained until the driver fetches it.
+        """
         part = self._parts.get(number)
         if part is not None and part.token is not None:
             with self._changing:

@@ -15,7 +15,7 @@ RESUME = "resume"  # key of the data position and the step counter, which only s
 
 
 def place_in(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of completed passes over the train data and the number of steps recorded in a state."""
+    """Return the number of completed passes over the train data and the number of steps recorded in a state dict."""
     resume = state.get(RESUME) or {}
     position = resume.get("position") or {}
     is_mid_pass = bool(position.get("is_mid_pass") or position.get("is_unknown"))
@@ -31,7 +31,7 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def _parts(self) -> dict[str, Any]:
-        """Return the states of the registered objects."""
+        """Return the state dicts of the registered objects."""
 
     @abstractmethod
     def _check_parts(self, state: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ class ReplicaState(ABC):
         return decoded
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot or a checkpoint. If it does not fit, nothing changes.
+        """Restore a snapshot or a checkpoint. If it does not match this operator, nothing changes.
 
         Args:
             shared_state: A copy of the state, or the state itself if it was not sent. No reference to it is retained.
@@ -93,7 +93,7 @@ class ReplicaState(ABC):
             self.restore_own(own_state)
 
     def read(self) -> dict[str, Any]:
-        """Return the live state."""
+        """Return the live state dict. Its tensors are not copied."""
         operator = self._operator
         return {
             "epoch": self._feed.epoch,

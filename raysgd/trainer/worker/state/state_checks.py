@@ -11,7 +11,7 @@ _MAX_COUNT = 2**62
 
 
 def require(holds: bool, finding: str) -> None:
-    """Reject a state unless a condition holds.
+    """Reject the state dict to load unless a condition holds.
 
     Raises:
         ValueError: `holds` is False. The message contains `finding`.
@@ -60,10 +60,12 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
-    """Check that a state has every part, with the right number of objects. The driver knows only these counts.
+    """Check that a state dict has every part, with the right number of objects.
+
+    The driver calls this too. It knows only these counts and no other details of the operator.
 
     Args:
-        state: The state.
+        state: The state dict to load.
         counts: Number of registered objects by part.
         *others: Additional keys that the state must have.
 
