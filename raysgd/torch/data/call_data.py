@@ -126,7 +126,8 @@ def _taken(array: Any, indices: list[int]) -> Any:
 def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
     """Return a worker's data as an iterable of batches.
 
-    Only datasets of Ray Data and shards arrive sharded. All other data must still be sharded; see `divided`.
+    Datasets of Ray Data, and objects with `get_shard`, arrive sharded. All other data must still be sharded; see
+    `divided`.
 
     Args:
         share: Data that this worker received.

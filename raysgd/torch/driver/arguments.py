@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 def check_place(num_workers: int, use_local: Any) -> None:
     """Check that the workers can communicate.
 
-    Several workers need `torch.distributed`. With `use_local`, rank 0 runs in this process, which then must not be
-    connected through Ray Client.
+    Several workers need `torch.distributed`. With `use_local`, rank 0 runs in this process, so that other workers
+    cannot reach it if it is connected through Ray Client.
     """
     if use_local:
         _check_use_local(num_workers)

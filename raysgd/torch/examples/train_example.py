@@ -18,7 +18,7 @@ _SLOPE, _INTERCEPT = 2, 5
 
 
 class LinearDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points on the line `y = a * x + b`, without noise. The values of x are evenly spaced from 0 (included) to 10.
+    """Points on the line `y = a * x + b`, without noise. The values of x are evenly spaced from 0 to 10 (exclusive).
 
     >>> LinearDataset(2, 5, size=10)[3]
     (tensor([3.]), tensor([11.]))

@@ -423,7 +423,7 @@ def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamDat
 
 
 def _of_ray(context: OperatorContext, batches: RayBatches, make_batch: Convert, *, training: bool) -> UndividedLoader:
-    """Return a loader over a dataset of Ray Data. The driver shards it, unless each worker is to read all of it."""
+    """Return a loader over a dataset of Ray Data. The driver shards the dataset, unless each worker reads all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
     if training and is_shared and not context.parallel.synchronizes:

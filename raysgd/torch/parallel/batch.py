@@ -22,13 +22,7 @@ class Batch:
         is_boundary: True if the optimizer step ends with this batch. Always True without accumulation.
 
     Attributes:
-        weight: See above.
-        num_samples: See above.
-        total: See above.
-        number: See above.
-        index: See above.
-        is_last_part: See above.
-        is_boundary: See above.
+        weight, num_samples, total, number, index, is_last_part, is_boundary: Values of the arguments with these names.
         is_padding: True if the batch has no samples of its own and exists only so that this rank takes part in the
             collectives of the other ranks.
         is_waiting: True if the batch still needs a backward pass and its weight matters.

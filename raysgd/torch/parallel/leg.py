@@ -214,7 +214,11 @@ class Leg:
             self.check()
 
     def use(self, by_samples: bool = True) -> None:
-        """Record that a backward pass of the batch follows. With `by_samples`, it is weighted by samples."""
+        """Record that a backward pass of the batch is about to run.
+
+        Args:
+            by_samples: True if its gradients are weighted by the batch's number of samples.
+        """
         self._is_by_samples = by_samples
         self.batch.is_by_samples |= by_samples
         self.end_waiting()

@@ -130,7 +130,7 @@ class _OpenBatch:
                 self.look_into(each, seen, tensors)
 
     def put_back(self) -> None:
-        """Restore everything except the values of tensors."""
+        """Restore everything that this object has recorded. `_Copies` restores the values of tensors."""
         for container, content in self.contents:
             if isinstance(container, list):
                 container[:] = content
@@ -188,12 +188,12 @@ class Undo:
 
     @property
     def is_whole(self) -> bool:
-        """True if all state was copied before this batch."""
+        """True if all state was copied before the current batch."""
         return self._batch is not None and self._batch.is_whole
 
     @property
     def num_exchanges(self) -> int:
-        """Number of gradient all-reduces in this batch."""
+        """Number of gradient all-reduces in the current batch."""
         return 0 if self._batch is None else self._batch.num_exchanges
 
     def forget(self) -> None:
@@ -347,7 +347,7 @@ class Undo:
 
 
 class _Copies:
-    """Copies of tensors, on the devices of the tensors. The memory is reused from batch to batch."""
+    """Copies tensors, on their devices, and restores them. The memory of the copies is reused from batch to batch."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
