@@ -79,7 +79,7 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def models(self) -> Any:
-        """The models that `model_creator` returned, wrapped."""
+        """The models that `model_creator` returned, wrapped for distributed training."""
         return self._raysgd.registered.returned[0]
 
     @property

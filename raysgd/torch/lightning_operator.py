@@ -400,7 +400,7 @@ class LightningOperator(TrainingOperator):
             return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. The module is not wrapped in `DistributedDataParallel`, so no worker waits for others."""
+        """Evaluate one batch, without the wrapper `DistributedDataParallel`, so that no worker waits for others."""
         batch_idx = batch_info["batch_idx"]
         self._hooks.call("on_validation_batch_start", batch, batch_idx, dataloader_idx=0)
         with self.timers.record("eval_fwd"), self._raysgd.precision.forward():

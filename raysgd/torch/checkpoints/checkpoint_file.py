@@ -258,7 +258,7 @@ def seal_of(hexdigest: str) -> bytes:
 
 
 def seal_at_end_of(tail: bytes) -> bytes | None:
-    """Find the seal, the archive comment with the checksum, in the last bytes of a file. Return None if it has none."""
+    """Find the seal, the archive comment with the checksum, in a file's last bytes. Return None if there is no seal."""
     found = _COMMENT.search(tail)
     if found is None:
         return None

@@ -49,7 +49,7 @@ def kind_of(dataset: Any) -> Kind | None:
 
 
 def has_samples(dataset: Any) -> bool:
-    """Return True for data with indexed samples: a map-style dataset or another object with its methods, or dicts."""
+    """Return True for indexed samples: a map-style dataset, an object with the same methods, or a list of dicts."""
     if isinstance(dataset, list):
         return bool(dataset) and all(isinstance(sample, Mapping) for sample in dataset)
     has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

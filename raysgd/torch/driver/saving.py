@@ -37,7 +37,7 @@ The flag is True if each current rank has its own state in it, so that the worke
 
 
 def load_state(controller: ElasticController, state: dict[str, Any], held: ExitStack | None = None) -> None:
-    """Load a state that the trainer's `state_dict` returned into all workers.
+    """Load a state, which the trainer's `state_dict` returned, into all workers.
 
     Args:
         controller: Controller of the workers.

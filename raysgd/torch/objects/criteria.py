@@ -324,7 +324,7 @@ def _by_shapes(output: torch.Tensor, target: torch.Tensor, counting: torch.Tenso
 
 
 def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
-    """Return True if the shape of the target is that of the output without dimension `dim`, ignoring sizes of 1."""
+    """Return True if the target has the shape of the output without dimension `dim`, ignoring dimensions of size 1."""
     places = [size for index, size in enumerate(output.shape) if index != dim]
     return [size for size in places if size != 1] == [size for size in target.shape if size != 1]
 

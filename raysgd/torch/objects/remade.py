@@ -175,7 +175,7 @@ class RemadeParameters:
                     )
 
     def follow_trained(self) -> None:
-        """Include parameters that have become trainable in states from now on. Copy their original values first."""
+        """Stop omitting parameters that have become trainable. Copy their original values first."""
         for made, names in zip(self._made, self._left_out, strict=True):
             for name in [name for name in names if made[name].parameter.requires_grad]:
                 made[name].keep_original()
@@ -185,7 +185,7 @@ class RemadeParameters:
     def added_to(
         self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
     ) -> Callable[[torch.nn.Module], Collection[str] | None]:
-        """Extend a function that names the parameters of a model that ranks need not compare by the omitted parameters.
+        """Wrap a function that returns names of a model's parameters, to add the names of the omitted parameters.
 
         Args:
             left_out_of: Returns the names of a model's parameters that ranks need not compare; None for all parameters.
@@ -385,7 +385,7 @@ def _digests_in(record: Any, index: int) -> Digests | None:
 
 
 def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, part: str) -> dict[str, Any]:
-    """Update a state's digests of omitted parameters after some of its modules were replaced by a saved state's.
+    """Update the digests of omitted parameters in a state, after some of its modules were taken from a saved state.
 
     Args:
         state: State in which the modules were replaced.

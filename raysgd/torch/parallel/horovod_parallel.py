@@ -154,7 +154,7 @@ class HorovodParallel(HorovodByHand):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Copy rank 0's buffers to every rank. Nothing must be turned off: forward passes call no collectives here."""
+        """Copy rank 0's buffers to every rank. With Horovod, forward passes call no collectives that could block."""
         if self.synchronizes:
             self._take_from_rank_0("buffer", [buffer for model in models for buffer in model.buffers()])
         yield

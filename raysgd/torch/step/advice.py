@@ -1,4 +1,4 @@
-"""Advice for mistakes that PyTorch reports with unclear messages, or with a hang.
+"""Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would make it hang.
 
 Known exceptions of PyTorch get advice in their message. A global batch, the batch of all ranks together, may be split
 into shares of different sizes. All-gathers in user code then compare the tensors' sizes first. Otherwise, gloo would
