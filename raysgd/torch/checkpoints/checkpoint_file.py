@@ -95,7 +95,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         ValueError: `state` lacks keys that `read` requires.
         OSError: The file could not be written, for example for lack of space. `path` is unchanged.
     """
-    from raysgd.storage import files  # imported here, because workers only read
+    from raysgd.storage import files  # imported here, because workers never write and need not load it
 
     checked_state(state, "state", REQUIRED_KEYS)
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}

@@ -90,7 +90,7 @@ class _Packing:
                 if key == NUMPY_KEY and not self._allow_pickle:
                     raise ValueError(f"`{item_path}`: this key marks NumPy arrays in checkpoints. Use another one.")
                 copy[self.of(key, f"key of {item_path}")] = self.of(item, item_path)
-            if isinstance(value, collections.OrderedDict):  # a module's state dict stores its layers' versions there
+            if isinstance(value, collections.OrderedDict):  # state dicts store modules' versions as an attribute
                 vars(copy).update(self.of(vars(value), f"vars({path})"))
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
@@ -174,7 +174,7 @@ class _Unpacking:
             self._count(id(value), len(value))
         elif type(value) in (dict, collections.OrderedDict, list, tuple):
             if id(value) not in self._done:
-                self._done[id(value)] = value, value  # it may contain itself
+                self._done[id(value)] = value, value  # recorded before its content, because it may contain itself
                 self._done[id(value)] = value, self._container(value)
             return self._done[id(value)][1]
         return value

@@ -33,7 +33,7 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         ValueError: A value in a model's state is not a tensor.
         OSError: The file could not be written. `path` is unchanged.
     """
-    from raysgd.storage import files  # imported here, because workers only read
+    from raysgd.storage import files  # imported here, because workers never write and need not load it
 
     tensors, metadata = _flat(content["models"])
     if LEFT_OUT in content:

@@ -24,7 +24,7 @@ Digests = Mapping[str, str]
 
 _ROW_WORDS = 512
 _NUM_SAMPLES = 64  # maximum number of values per parameter that each check compares
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 _PIECE_BITS, _NUM_PIECES = 8, 8  # a hash is compared in pieces of 8 bits, whose squares floats can sum exactly
 
 

@@ -27,7 +27,7 @@ from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, t
 _NUM_MARKS = 32  # running hashes to report; ranks may be that many actions apart, because GPUs lag behind the record
 _CHUNK = 1 << 16  # elements that a CPU converts at once, to stay in its cache
 _CHUNK_ELSEWHERE = 1 << 24  # elements that a GPU converts at once
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 
 
 class GlobalRecord:

@@ -425,7 +425,7 @@ def _num_collectives() -> float:
 
     Return NaN if this version of PyTorch cannot tell. NaN differs from itself, so callers assume a change.
     """
-    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None  # for mypy: untyped method
+    group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None  # the stubs lack a method
     return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
 
 
