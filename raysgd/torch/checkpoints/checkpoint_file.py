@@ -113,7 +113,8 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
     """Read a checkpoint, check that it is undamaged, and return its state with tensors on the CPU.
 
-    This also reads files written by Ray's former SGD library or by `torch.save` directly. They have no checksum.
+    This also reads files of the old library (`ray.util.sgd`) and files that `torch.save` wrote directly. They have no
+    checksum.
 
     Args:
         path: Path of the checkpoint file.
@@ -243,7 +244,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
 
 @contextlib.contextmanager
 def _former_functions() -> Iterator[None]:
-    """Let PyTorch's `weights_only` reader load NumPy values written by the former library, in the `with` block.
+    """Let PyTorch's `weights_only` reader load NumPy values in files of the old library, during the `with` block.
 
     raysgd's own functions stand in for NumPy's unsafe ones.
     """
