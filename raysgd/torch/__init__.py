@@ -5,9 +5,10 @@ Guarantees:
 * On any number of workers, `train()` and `validate()` report the same metrics as one process over the same samples.
 * One optimizer step of N workers equals the step of one process on the global batch, even if workers have different
   numbers of samples.
-* If a worker dies, at most the call in progress is lost. It is repeated from the state before the call.
+* If a worker dies, at most the `train()` or `validate()` call in progress is lost. The call is repeated from the state
+  that the workers had before it.
 
-The user provides the model, the loss and the data. Collectives come from `torch.distributed`.
+The user provides the model, the loss and the data. The workers communicate through `torch.distributed`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names and limits of the PyTorch front end that user code may import."""
+"""Config keys, their values and timeouts of `raysgd.torch`, for import by user code."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ VALID_SCHEDULER_STEP = {SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_ST
 
 
 def _seconds_from_environment(name: str, default: int) -> int:
-    """Read a number of seconds from an environment variable. Called once, when this module is imported.
+    """Read a number of seconds from an environment variable.
 
     Raises:
-        ValueError: The variable is not a whole number.
+        ValueError: The variable's value is not a whole number.
     """
     text = os.environ.get(name, str(default))
     try:

@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class CreatorOperator(TrainingOperator):
-    """An operator built from creator functions.
+    """A training operator whose model, optimizer, data, loss and scheduler come from creator functions.
 
-    See `TrainingOperator.from_creators`. Subclass it to override methods.
+    `TrainingOperator.from_creators` builds it. Subclass the result to override methods.
     """
 
     _model_creator: Callable[..., Any]
@@ -35,7 +35,7 @@ class CreatorOperator(TrainingOperator):
     _has_created = False
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creators and register the objects that they return. Later calls do nothing."""
+        """Call the creator functions and register the objects that they return. Repeated calls do nothing."""
         if self._has_created:
             return
         self._has_created = True
@@ -79,7 +79,7 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def models(self) -> Any:
-        """The models that `model_creator` returned, wrapped."""
+        """The models that `model_creator` returned, wrapped for distributed training."""
         return self._raysgd.registered.returned[0]
 
     @property
@@ -151,7 +151,12 @@ _PARAMETERS = {
 def make_operator(
     own: type[TrainingOperator], creators: Mapping[str, Any], serialize_data_creation: bool
 ) -> type[CreatorOperator]:
-    """Return an operator class that calls creator functions and has the methods of `own`. See `from_creators`.
+    """Return an operator class that calls creator functions and inherits the methods of `own`.
+
+    Args:
+        own: Class on which the user called `from_creators`.
+        creators: Creator functions by argument name, such as `model_creator`. Missing ones are None.
+        serialize_data_creation: True to let only one process of a machine create data at a time.
 
     Raises:
         ValueError: A creator is not a function that accepts the arguments it is called with.

@@ -1,4 +1,4 @@
-"""The oldest import path of `raysgd.tune.torch`."""
+"""Alias of `raysgd.tune.torch` for programs that import its names from here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`LightningOperator`: trains a `LightningModule` instead of Lightning's own `Trainer`.
+"""`LightningOperator`: trains a `LightningModule`, in place of Lightning's own `Trainer`.
 
-The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. The library manages processes, data,
-checkpoints and recovery. It averages the values that a step returns or logs over the samples of all workers.
+The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. raysgd manages processes, data,
+checkpoints and recovery. Values that a step returns or logs are averaged over the samples of all workers.
 
 Hooks have the signatures of Lightning 2. `docs/lightning.md` lists the hooks that are called. Hooks that Lightning 2
 dropped (`training_epoch_end`, `validation_epoch_end`, `training_step_end`, `validation_step_end`,
@@ -45,20 +45,24 @@ from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import VALIDATES
 from raysgd.utils import NUM_SAMPLES
 
-if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # one project with two names
+if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # the same project under two names
     require("lightning", extra="lightning", purpose="`LightningOperator`")
 
 logger = logging.getLogger(__name__)
 
-SCHEDULER_STEP_PTL = "ptl"  # a `scheduler_step_freq`: the module's scheduler config says when to step
+SCHEDULER_STEP_PTL = "ptl"  # `scheduler_step_freq` if `configure_optimizers` defines when schedulers step
 
 
 def make_operator(
     parent: type[TrainingOperator], lightning_module_cls: type[Any], train_dataloader: Any, val_dataloader: Any
 ) -> type[LightningOperator]:
-    """Create an operator class.
+    """Create an operator class that trains a `LightningModule`. Implements `TrainingOperator.from_ptl`.
 
-    See `TrainingOperator.from_ptl`. If `parent` is a `LightningOperator`, it is subclassed.
+    Args:
+        parent: Class on which `from_ptl` was called. It is subclassed if it is a `LightningOperator`.
+        lightning_module_cls: The user's module class.
+        train_dataloader: Loader for training; None to call the module's hook.
+        val_dataloader: Loader for validation; None to call the module's hook.
     """
     lightning_base(lightning_module_cls)
     for name, given in (("train_dataloader", train_dataloader), ("val_dataloader", val_dataloader)):
@@ -81,15 +85,16 @@ class LightningOperator(TrainingOperator):
     """Trains the `LightningModule` class passed to `TrainingOperator.from_ptl`. Subclass it to override methods.
 
     Attributes:
-        ddp_args: Options of `DistributedDataParallel`. An empty dict is faster if every loss uses all parameters.
+        ddp_args: Options for `DistributedDataParallel`. Set it to `{}`, which is faster, if every loss uses all
+            parameters.
     """
 
     _lightning_module_cls: type[Any]
     _train_dataloader: Any = None
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
-    _freezes_in_batches = True  # modules of several networks may freeze a network in some batches
-    warms_up = False  # the module's hooks may expect `on_train_start` before any batch
+    _freezes_in_batches = True  # a module with several networks may freeze one of them in some batches
+    warms_up = False  # a warm-up batch would run before `on_train_start`, which hooks may not expect
 
     def setup(self, config: dict[str, Any]) -> None:
         """Create the module and run its setup hooks, in the order of Lightning 2."""
@@ -124,7 +129,7 @@ class LightningOperator(TrainingOperator):
             raise self._hooks.part_of_package("utilities.exceptions").MisconfigurationException(
                 f"`{type(module).__name__}` does not define `configure_optimizers`: return the optimizers there."
             )
-        # Before the optimizers are created, because some put state on the parameters' device at once.
+        # Move the module first, because some optimizers create state on the parameters' device in their constructor.
         self._raysgd.context.place(module)
         optimizers, self._scheduler_dicts = optimizers_and_schedulers(module.configure_optimizers())
         check_optimizers(module, optimizers)
@@ -158,15 +163,15 @@ class LightningOperator(TrainingOperator):
     ) -> dict[str, Any]:
         """Train on all batches, or until `on_train_batch_start` returns -1 on any worker.
 
-        If the epoch continues after a failure, survivors do not repeat the hooks that start an epoch.
+        If the epoch continues after a failure, workers that survived do not repeat the hooks at an epoch's start.
 
         Returns:
-            The result of `training_epoch_end`, if the module has this hook. Otherwise, the mean and `last_<name>` of
-            each number that `training_step` returns or logs. The loss is `train_loss`, even if the step calls it
-            `loss`.
+            What the module's hook `training_epoch_end` returned. Without this hook, the mean and the last value
+            (`last_<name>`) of each number that `training_step` returns or logs. The loss is named `train_loss`, even if
+            the step returns it as `loss`.
 
         Raises:
-            ValueError: A scheduler steps every few epochs, and the call has `num_steps`.
+            ValueError: A scheduler steps every few epochs, but `num_steps` ends the call within an epoch.
         """
         if num_steps is not None and any(each["frequency"] > 1 for each in self._of_epochs()):
             raise ValueError(
@@ -187,7 +192,7 @@ class LightningOperator(TrainingOperator):
             self._has_started = True
             if meters is not before:
                 self._hooks.call("on_train_epoch_start")
-            if trained.flags != flags:  # a hook froze parameters, or added a group
+            if trained.flags != flags:  # a hook froze or unfroze parameters, or added a parameter group
                 self.rewrap()
             self._train_on_batches(iterator, info, meters)
             result = self._end_epoch(meters, "training_epoch_end", "on_train_epoch_end")
@@ -196,7 +201,7 @@ class LightningOperator(TrainingOperator):
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
         leg = self._raysgd.parallel.leg
-        self._parts: list[dict[str, Any]] = []  # metrics of the parts of the global batch so far
+        self._parts: list[dict[str, Any]] = []  # metrics of the parts into which the current batch is split, so far
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
             self._values.begin_batch(is_counted=not leg.batch.is_padding)
@@ -211,7 +216,7 @@ class LightningOperator(TrainingOperator):
         self._progress.end_batch(self.global_step)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Take one step on one batch. With manual optimization, the module itself steps."""
+        """Train on one batch. With manual optimization, the module's `training_step` steps the optimizers itself."""
         batch_idx = batch_info["batch_idx"]
         if self._module.automatic_optimization:
             output = self._optimize(batch, batch_idx)
@@ -231,9 +236,9 @@ class LightningOperator(TrainingOperator):
         return self._values.metrics_of(output)
 
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
-        """Step by calling the module's `optimizer_step`. Its closure runs the training step and the backward pass.
+        """Call the module's `optimizer_step` with a closure that runs the training step and the backward pass.
 
-        With accumulation, only the closure runs, except on the last batch of a step.
+        With gradient accumulation, only the closure runs for batches other than the last of an optimizer step.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         where = self._trainer.current_epoch, batch_idx
@@ -258,7 +263,7 @@ class LightningOperator(TrainingOperator):
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]
             self._hooks.call("optimizer_step", *where, stepping, closure)
-            self._count_step()  # like Lightning, even if the module left the batch out
+            self._count_step()  # Lightning counts a step even if `training_step` returned None
         return output
 
     def _count_step(self) -> None:
@@ -273,7 +278,7 @@ class LightningOperator(TrainingOperator):
         return keeps
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
-        """Run `training_step`. Return the loss for the backward pass, and the output, detached from its graph."""
+        """Run `training_step`. Return the loss for the backward pass, and the output, detached from the graph."""
         output, parallel = None, self._raysgd.parallel
 
         def run() -> torch.Tensor | None:
@@ -310,7 +315,10 @@ class LightningOperator(TrainingOperator):
         self._hooks.call("on_after_backward")
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
-        """Step an optimizer when the module calls `optimizer.step(closure)`. Return the closure's loss."""
+        """Run the closure, complete the gradients, and step the optimizer. Return the closure's loss.
+
+        Called by the `step` of the `SteppingOptimizer` that the module gets.
+        """
         loss, leg = closure() if closure is not None else None, self._raysgd.parallel.leg
         self._raysgd.gradients.complete(optimizer)
         if id(optimizer) in leg.batch.left_out:
@@ -331,12 +339,12 @@ class LightningOperator(TrainingOperator):
         stops = self._hooks.call("on_train_batch_start", batch, batch_idx, dataloader_idx=0) == -1
         if not (self._raysgd.parallel.synchronizes and self._hooks.overrides("on_train_batch_start")):
             return stops
-        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # all ranks stop or none: one rank alone would hang
+        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # stop on all ranks, because others would wait
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
-        """Consume the rest of the epoch, so that the next epoch starts a new pass, unless the loader may be endless."""
+        """Consume the remaining batches so that the next epoch starts a new pass, unless the loader may be endless."""
         leg = self._raysgd.parallel.leg
-        leg.end_waiting()  # no backward pass follows
+        leg.end_waiting()  # other ranks must not wait for a backward pass of this rank
         if length_of(self._raysgd.data.train_loader) is not None:
             for _ in iterator:
                 leg.end_waiting()
@@ -373,7 +381,9 @@ class LightningOperator(TrainingOperator):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate on all batches.
 
-        The result is like that of `train_epoch`, with `validation_epoch_end` and `val_loss`.
+        Returns:
+            What the module's hook `validation_epoch_end` returned. Without this hook, the mean and the last value of
+            each number that `validation_step` returns or logs. The loss is named `val_loss`.
         """
         meters = self._raysgd.new_meters()
         with torch.no_grad(), self._epoch("validation", "validation_epoch_end", meters):
@@ -390,7 +400,7 @@ class LightningOperator(TrainingOperator):
             return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch with the unwrapped module, so that no worker waits for others."""
+        """Evaluate one batch, without the wrapper `DistributedDataParallel`, so that no worker waits for others."""
         batch_idx = batch_info["batch_idx"]
         self._hooks.call("on_validation_batch_start", batch, batch_idx, dataloader_idx=0)
         with self.timers.record("eval_fwd"), self._raysgd.precision.forward():
@@ -401,7 +411,7 @@ class LightningOperator(TrainingOperator):
         return self._values.metrics_of(output)
 
     def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
-        """Predict one batch with the module's `predict_step`. Without this method, call the module on the input."""
+        """Predict one batch with the module's `predict_step`. If it is not overridden, call the module on the input."""
         if not self._hooks.overrides("predict_step"):
             return super().predict_batch(batch, batch_info)
         with self._raysgd.precision.forward():
@@ -409,9 +419,13 @@ class LightningOperator(TrainingOperator):
 
     @contextmanager
     def _epoch(self, stage: str, hook: str, meters: AverageMeterCollection) -> Iterator[None]:
-        """Collect the values that the module logs inside the context, and set the stage of its trainer.
+        """Collect the values that the module logs during the `with` block.
 
-        If `meters` is the same object as in the last context, the epoch continues after a failure.
+        Args:
+            stage: "train" or "validation". The module can read it from `self.trainer`.
+            hook: Name of the hook that needs the steps' outputs at the end of the epoch.
+            meters: Accumulate the epoch's metrics. If they are the same object as before, the epoch continues after a
+                failure, and the values collected so far are kept.
         """
         if meters is not self._meters:
             keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
@@ -449,7 +463,7 @@ class LightningOperator(TrainingOperator):
 
     @property
     def model(self) -> Any:
-        """The module. With several workers, the module in its wrapper."""
+        """The module. With several workers, the `DistributedDataParallel` around it."""
         return self._raysgd.registered.models[0]
 
     @property
@@ -464,7 +478,7 @@ class LightningOperator(TrainingOperator):
 
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:
-        """The schedulers, each in a dict with its interval and the other entries that define when it steps."""
+        """For each scheduler, a dict with the scheduler and Lightning's entries that define when it steps."""
         return self._scheduler_dicts
 
     def get_model(self) -> Any:
@@ -472,13 +486,13 @@ class LightningOperator(TrainingOperator):
         return self._module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress, and the entries that the module's `on_save_checkpoint` adds."""
+        """Return the counts of steps and batches, and the entries that the module's `on_save_checkpoint` adds."""
         checkpoint = self._progress.state_dict()
         self._hooks.call("on_save_checkpoint", checkpoint)
         return checkpoint
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the progress, and pass the state to the module's `on_load_checkpoint`."""
+        """Load the counts of steps and batches, and pass the state to the module's `on_load_checkpoint`."""
         if state_dict is not None:
             self._progress.load_state_dict(state_dict)
             self._hooks.call("on_load_checkpoint", state_dict)

@@ -1,4 +1,4 @@
-"""Operators for tests, whose epochs call a function from the config or report scores from it."""
+"""Operators for tests. In each epoch, they call a function from the config, or report scores from the config."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _STAGE_STRIDES = (1, 2, 2, 2)
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions.
+    """A residual block with two 3x3 convolutions.
 
     Args:
         in_planes: Number of input channels.
@@ -45,7 +45,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 convolutions. The last has four times as many channels.
+    """A residual block with a 3x3 convolution between two 1x1 convolutions. The last one widens it fourfold.
 
     Args:
         in_planes: Number of input channels.
@@ -81,7 +81,7 @@ class ResNet(nn.Module):
     Args:
         block: Class of the blocks.
         num_blocks: Number of blocks in each of the four stages.
-        num_classes: Width of the classifier.
+        num_classes: Number of classes.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ def _shortcut(in_planes: int, out_planes: int, stride: int) -> nn.Sequential:
 def _stage(
     block: type[BasicBlock | Bottleneck], in_planes: int, planes: int, stride: int, length: int
 ) -> nn.Sequential:
-    """Chain the blocks of one stage. The first block changes resolution and width."""
+    """Chain the blocks of one stage. The first block changes the resolution and the number of channels."""
     first = block(in_planes, planes, stride)
     rest = [block(block.expansion * planes, planes) for _ in range(length - 1)]
     return nn.Sequential(first, *rest)

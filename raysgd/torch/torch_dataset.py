@@ -1,4 +1,4 @@
-"""`TorchMLDataset`: sharded data frames as PyTorch datasets."""
+"""`TorchMLDataset`: the shards of an `MLDataset` of data frames as PyTorch datasets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from raysgd.core.arrays.frames import Column, ShardedFrames
 
 
 class TorchMLDataset(ShardedFrames):
-    """Rows of sharded data frames. Each shard is a dataset of tuples `(*features, label)`.
+    """Sharded data frames, for training with PyTorch. Each shard is a dataset of tuples `(*features, label)`.
 
-    In `setup`, create a `DataLoader` over the shard `self.world_rank`. The shards may have different lengths, so pass
-    `num_steps` to `train`, or `add_dist_sampler=False` to the trainer.
+    In the operator's `setup`, create a `DataLoader` over `get_shard(self.world_rank)`. The shards may have different
+    lengths, so pass `num_steps` to `train`, or `add_dist_sampler=False` to the trainer.
 
     Args:
         ds: A `raysgd.util.data.MLDataset`.
@@ -45,13 +45,13 @@ class TorchMLDataset(ShardedFrames):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> IterableDataset[tuple[torch.Tensor, ...]]:
-        """Return the rows of one shard. The arguments are those of `MLDataset.get_repeatable_shard`."""
+        """Return the rows of one shard as a dataset. The arguments are passed to `MLDataset.get_repeatable_shard`."""
         frames = self._ds.get_repeatable_shard(shard_index, batch_ms, num_async, shuffle, shuffle_buffer_size, seed)
         return _Rows(frames, self._columns)
 
 
 class _Rows(IterableDataset[tuple[torch.Tensor, ...]]):
-    """Iterates over the rows of data frames."""
+    """Iterates over the rows of data frames, as tuples of tensors."""
 
     def __init__(self, frames: Any, columns: Sequence[Column]) -> None:
         self._frames = frames

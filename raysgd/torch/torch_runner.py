@@ -1,4 +1,4 @@
-"""`TorchRunner`: the replica of a PyTorch operator in each worker."""
+"""`TorchRunner`: the object that runs a user's PyTorch operator in each worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TorchRunner(ClassRunner):
-    """Hosts one PyTorch operator."""
+    """Creates one PyTorch operator in a worker, and runs the calls that the driver sends to it."""
 
     _hosted: TorchHostedOperator
 
@@ -30,23 +30,25 @@ class TorchRunner(ClassRunner):
 
     @property
     def operator(self) -> TrainingOperator:
-        """The hosted operator."""
+        """The user's operator."""
         return self._hosted.operator
 
     def write_part(self, folder: str) -> WrittenPart:
-        """Write this rank's shards of models and optimizers into a folder. All ranks must call this."""
+        """Write this rank's shards of models and optimizers into a checkpoint folder. All ranks must call this."""
         state = self._hosted.state
         return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
 
     def remade_tensors(self) -> EncodedState:
-        """Return the parameters of each module that states leave out because `setup` recreates them."""
+        """Return, for each module, the frozen parameters that states omit because `setup` recreates them."""
         tensors = self._hosted.state.remade_tensors()
         return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])
 
     def models(self, copied: bool) -> list[torch.nn.Module | None]:
-        """Return the models without wrappers: the models themselves, or packed copies on the CPU.
+        """Return the models without wrappers.
 
-        For copies of sharded models, all ranks must call this, and only rank 0 gets the copies.
+        Args:
+            copied: True to return copies on the CPU that can be pickled. If models are sharded, all ranks must then
+                call this, and only rank 0 gets the copies. False to return the models themselves.
         """
         parallel, models = self._hosted.parallel, self._hosted.state.registered.original_models
         if not copied:
@@ -63,7 +65,7 @@ class TorchRunner(ClassRunner):
             scheduler.step(metric)
 
     def step_plateaus(self, values: Mapping[str, float]) -> None:
-        """Step the `ReduceLROnPlateau` schedulers whose epoch metrics are in `values`."""
+        """Step the `ReduceLROnPlateau` schedulers that are due after this epoch, if their metrics are in `values`."""
         for metric, step in self.operator._plateaus(self.epochs_done):
             if metric in values:
                 step(values[metric])

@@ -1,4 +1,4 @@
-"""A `TorchTrainer` as a trial of Ray Tune."""
+"""Runs a `TorchTrainer` as a trial of Ray Tune."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RESOURCES = ("num_workers", "num_cpus_per_worker", "num_gpus_per_worker", "use_
 
 
 class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")):  # type: ignore[misc]
-    """A trial whose steps train for one epoch and then validate.
+    """A trial of Ray Tune that, in each iteration, trains for one epoch and then validates.
 
-    `TorchTrainer.as_trainable` returns a subclass. Subclass that, or this class. Override `step` to change a step, or
-    `_create_trainer(tune_config)` to create the trainer yourself.
+    `TorchTrainer.as_trainable` returns a subclass. Subclass that class or this one. Override `step` to change what an
+    iteration does, or `_create_trainer(tune_config)` to create the trainer yourself.
     """
 
     _checkpoint_name = "trainer.checkpoint"
@@ -34,7 +34,7 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
     def step(self) -> dict[str, Any]:
         """Train, then validate. Return the merged results, in which values of the validation take precedence.
 
-        A lost worker fails the trial at once, so that Tune's `FailureConfig` decides how to continue.
+        If a worker dies, the trial fails immediately, so that Tune's `FailureConfig` decides how to continue.
         """
         if hasattr(self, "_train"):
             raise DeprecationWarning(
@@ -50,7 +50,13 @@ def make_trainable(
     override_tune_step: Callable[[Any, dict[str, Any]], Any] | None,
     options: Mapping[str, Any],
 ) -> type[BaseTorchTrainable]:
-    """Create the class for `TorchTrainer.as_trainable`, which documents the arguments.
+    """Create a trial class. Implements `TorchTrainer.as_trainable`.
+
+    Args:
+        trainer_cls: Class of the trainer.
+        args: Positional arguments of `as_trainable`, which are rejected.
+        override_tune_step: Function `(trainer, info)` that replaces `step`, or None.
+        options: Arguments for the trainer.
 
     Raises:
         TypeError: Positional arguments were passed.
@@ -59,11 +65,11 @@ def make_trainable(
     if args:
         raise TypeError(f"`as_trainable` got {args!r} without names: pass all arguments of the trainer by name.")
     check_step(override_tune_step)
-    # Resolve "auto" here, in the driver, because a trial's process has no GPU.
+    # Resolve "auto" here, because the process of a trial has no GPU even if its workers have GPUs.
     options = {**options, "use_gpu": arguments.resolve_use_gpu(options.get("use_gpu", "auto"))}
 
     class TorchTrainable(BaseTorchTrainable):
-        """A trial that trains with one trainer."""
+        """A trial whose trainer is created from the arguments of `as_trainable` and the trial's config."""
 
         def step(self) -> dict[str, Any]:
             if override_tune_step is None:
@@ -89,7 +95,11 @@ def make_trainable(
 
 
 def check_step(override_tune_step: Any) -> None:
-    """Check that a function accepts two arguments: the trainer and a dict."""
+    """Check that `override_tune_step` is None or a function of two arguments: the trainer and a dict.
+
+    Raises:
+        ValueError: It is not.
+    """
     if override_tune_step is None:
         return
     try:
@@ -104,19 +114,22 @@ def check_step(override_tune_step: Any) -> None:
 
 
 def _config_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a trial's trainer."""
+    """Return the trainer's config, updated with the entries that Tune chose for a trial."""
     return with_entries(options.get("config") or {}, tune_config)
 
 
 def _resources_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the resource arguments of a trial's trainer. Arguments in the trial's config replace the options."""
+    """Return the trainer's arguments that determine its resources. Entries of the trial's config take precedence."""
     found = {name: source[name] for source in (options, tune_config) for name in _RESOURCES if name in source}
     use_gpu = found.get("use_gpu")
     return {**found, "use_gpu": options["use_gpu"] if use_gpu in ("auto", None) else bool(use_gpu)}
 
 
 def _bundles_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return the resources for Tune to reserve: for each worker, and for the trial unless it is the first worker."""
+    """Return the resources for Tune to reserve: one entry for each worker, including spare workers.
+
+    The trial's own process gets an entry, too, unless it runs a worker itself (`use_local`).
+    """
     found = _resources_of(options, tune_config)
     num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
     beside = Placement(*(found.get(name) for name in _BESIDE))

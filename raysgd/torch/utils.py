@@ -1,4 +1,4 @@
-"""Helpers of the old library for code that creates process groups itself."""
+"""Helpers for existing code that creates `torch.distributed` process groups itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["choose_amp_backend", "setup_address", "setup_process_group"]
 
 
 def setup_address() -> str:
-    """Return a free `tcp://` address on this node, for `setup_process_group`."""
+    """Return a `tcp://` address with this node's IP and a free port, to pass to `setup_process_group`."""
     import ray
 
     return f"tcp://{ray.util.get_node_ip_address()}:{find_free_port()}"
@@ -21,7 +21,15 @@ def setup_address() -> str:
 def setup_process_group(
     url: str, world_rank: int, world_size: int, timeout: datetime.timedelta, backend: str = "gloo"
 ) -> None:
-    """Join a `torch.distributed` process group at `url`. Return once all `world_size` ranks have joined."""
+    """Join the default `torch.distributed` process group. Return once all `world_size` ranks have joined.
+
+    Args:
+        url: Address from `setup_address`, the same on all ranks.
+        world_rank: Rank of this process.
+        world_size: Number of ranks.
+        timeout: Timeout of joining and of collectives.
+        backend: Backend, such as "gloo" or "nccl".
+    """
     import torch.distributed as dist
 
     if backend == "nccl":

@@ -1,1 +1,1 @@
-"""Checkpoint files of PyTorch, which are written atomically and read strictly."""
+"""Reading and writing of PyTorch checkpoints. Writes are atomic, and reads reject damaged or unsafe files."""

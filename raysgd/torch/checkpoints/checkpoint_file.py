@@ -1,12 +1,13 @@
 """The checkpoint file, which is written atomically and verified when it is read.
 
 The file is an ordinary `torch.save` archive of plain values, so `torch.load(path)` can read it even on a machine
-without raysgd. `plain_state` defines which values are plain. Two things are added:
+without raysgd. `plain_state` defines which values are plain. raysgd adds two things:
 
 - The key `raysgd_format` of the state contains the version of the file format.
 - The comment at the end of the archive, which torch and zip tools skip, contains a checksum, because torch itself loads
-  a file with flipped bits without an error. The comment is `raysgd:1:xxh128:` and 32 hexadecimal digits. They are the
-  XXH128 of all bytes before the comment, with zeros for the last two bytes, which hold the comment's length.
+  a file with flipped bits without an error. The comment is `raysgd:1:xxh128:` and 32 hexadecimal digits. The code calls
+  this comment the seal. The digits are the XXH128 of all bytes before the comment. The last two of these bytes hold the
+  comment's length and are hashed as zeros.
 
 Other tools can verify the checksum, see docs/checkpoints.md. docs/adr/0061-xxh128-for-checkpoint-files.md explains why
 this checksum was chosen.
@@ -59,7 +60,7 @@ FORMAT_VERSION = 1
 """Newest format that this version of raysgd reads, and the format that it writes."""
 
 FORMAT_KEY = "raysgd_format"
-"""Last key of a file's state. Its value is the version of the format."""
+"""Key of the file format's version, added to the state as its last key."""
 
 REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
 """Keys that a training state must have."""
@@ -79,7 +80,7 @@ _IF_TRUSTED = (
     "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
     "so for other files."
 )
-_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # as in PyTorch's error message
+_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # names the rejected class in PyTorch's error message
 _allowing_former = threading.Lock()
 
 
@@ -94,7 +95,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         ValueError: `state` lacks keys that `read` requires.
         OSError: The file could not be written, for example for lack of space. `path` is unchanged.
     """
-    from raysgd.storage import files  # imported here, because workers only read
+    from raysgd.storage import files  # imported here, because workers never write and need not load it
 
     checked_state(state, "state", REQUIRED_KEYS)
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}
@@ -110,19 +111,21 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
-    """Read a checkpoint, check that it is undamaged, and return the state that was written, on the CPU.
+    """Read a checkpoint, check that it is undamaged, and return its state with tensors on the CPU.
 
-    This also reads files of the old library and files that `torch.save` itself wrote. They have no checksum.
+    This also reads files of the old library (`ray.util.sgd`) and files that `torch.save` wrote directly. They have no
+    checksum.
 
     Args:
-        path: The file.
+        path: Path of the checkpoint file.
         weights_only: True to reject everything except tensors, NumPy arrays, plain values and containers of them. With
             False, a file can run arbitrary code: use it only for files from a source that you trust.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        CheckpointCorruptedError: The file is damaged or not a checkpoint. Both a `ValueError` and a `RuntimeError`.
-        UnsafeCheckpointError: The file needs `weights_only=False`. A `ValueError`.
+        CheckpointCorruptedError: The file is damaged or not a checkpoint. This error is both a `ValueError` and a
+            `RuntimeError`.
+        UnsafeCheckpointError: The file needs `weights_only=False`. This error is a `ValueError`.
         ValueError: The content is not a training state, or a newer version of raysgd wrote it.
     """
     with mapped(path, weights_only=weights_only, maps=False) as state:
@@ -136,16 +139,17 @@ def mapped(
     """Read a checkpoint like `read`, but map its tensors from the file instead of copying them into memory.
 
     Copy what you need inside the `with` block, and do not use the tensors after it. Writing to a tensor changes it in
-    memory only. Files without a checksum, and files on file systems that cannot map, are read as by `read`.
+    memory only. Files without a checksum, and files on file systems that cannot map, are copied into memory.
 
     Args:
-        path: The file.
+        path: Path of the checkpoint file.
         weights_only: See `read`.
-        name: Name of the file in errors, if it is a copy of another file.
+        name: Name that errors show instead of `path`, for example if `path` is a downloaded copy.
         maps: False to copy the tensors into memory.
 
     Raises:
-        CheckpointCorruptedError: See `read`. Also raised at the end of the block if the file was written to meanwhile.
+        CheckpointCorruptedError: See `read`. Also raised at the end of the block if another process wrote to the file
+            during the block.
         FileNotFoundError, UnsafeCheckpointError, ValueError: See `read`.
     """
     path = os.fspath(path)
@@ -181,9 +185,9 @@ def mapped(
 
 
 def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
-    """Load a file with PyTorch's unrestricted reader.
+    """Load a file with PyTorch's unrestricted reader, which unpickles any object.
 
-    Errors of an intact file, or of user code, are raised unchanged.
+    Errors are raised unchanged if the checksum proved the file intact, or if their type does not suggest damage.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=False, mmap=maps)
@@ -194,7 +198,7 @@ def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
 
 
 def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
-    """Load a file with PyTorch's strict reader.
+    """Load a file with PyTorch's `weights_only` reader.
 
     Raises:
         NotPlainError: The file needs a class or function that the reader does not know.
@@ -204,7 +208,7 @@ def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except pickle.UnpicklingError as error:
         found = _UNKNOWN_GLOBAL.search(str(error))
-        if found is None:  # the reason is at the end of the message
+        if found is None:  # no class was rejected, so the file is damaged; the end of the message says how
             finding = str(error).rpartition("WeightsUnpickler error:")[2].strip()
             raise DamagedFileError(finding.partition("\n")[0]) from error
         raise NotPlainError(found[1][:200]) from error
@@ -225,10 +229,10 @@ def _can_be_mapped(file: IO[bytes]) -> bool:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
-    """Return the dict of tensors that `torch.save` wrote, mapped into memory if possible.
+    """Read a file in which `torch.save` stored a dict of tensors. Map the tensors into memory if possible.
 
     Raises:
-        Exception: The file contains other values, or is damaged.
+        Exception: The file contains anything except tensors, or is damaged.
     """
     with open(path, "rb") as file:
         _check_archive(file, os.fstat(file.fileno()).st_size)
@@ -240,19 +244,22 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
 
 @contextlib.contextmanager
 def _former_functions() -> Iterator[None]:
-    """Make PyTorch's reader load the NumPy values in files of the old library, with functions of raysgd."""
+    """Let PyTorch's `weights_only` reader load NumPy values in files of the old library, during the `with` block.
+
+    raysgd's own functions stand in for NumPy's unsafe ones.
+    """
     functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
     with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
         yield
 
 
 def seal_of(hexdigest: str) -> bytes:
-    """Return the archive comment that contains a checksum."""
+    """Return the seal for a checksum: the archive comment that contains it."""
     return f"{_PREFIX}{hexdigest}".encode()
 
 
 def seal_at_end_of(tail: bytes) -> bytes | None:
-    """Return the seal of a file that ends with these bytes; None if the file has no seal."""
+    """Find the seal, the archive comment with the checksum, in a file's last bytes. Return None if there is no seal."""
     found = _COMMENT.search(tail)
     if found is None:
         return None
@@ -281,9 +288,9 @@ def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
 
 
 class _ChecksummedStream:
-    """Stream that passes writes of `torch.save` on to a file, and computes the checksum of the bytes.
+    """File-like object for `torch.save` that writes to a file and computes the checksum of the bytes.
 
-    If torch gets a stream instead of a path, it lets other threads run while it writes.
+    `torch.save` lets other threads run while it writes to such an object, but not while it writes to a path.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -294,11 +301,13 @@ class _ChecksummedStream:
         self._failure: Exception | None = None
 
     def save(self, content: dict[str, Any]) -> None:
-        """Write the archive. If an error stops it, raise this error: torch alone would report an unexpected position.
+        """Write `content` with `torch.save`. If a write fails, raise the error of the write.
+
+        torch itself would hide that error behind a `RuntimeError` about an unexpected position.
 
         Raises:
             OSError: A write failed.
-            KeyboardInterrupt: Ctrl-C. Exceptions of other signal handlers, such as `SystemExit`, are raised as well.
+            KeyboardInterrupt: Ctrl-C was pressed. Exceptions raised by other signal handlers pass through as well.
         """
         try:
             torch.save(content, self)  # type: ignore[arg-type]
@@ -309,7 +318,7 @@ class _ChecksummedStream:
             raise cause from None
 
     def write(self, content: memoryview | bytes) -> int:
-        """Write bytes. Called by torch."""
+        """Write bytes to the file and add them to the checksum. Called by torch."""
         try:
             num_written = self._file.write(content)
         except (OSError, ValueError) as error:
@@ -329,9 +338,9 @@ def _is_zip_end(tail: bytes) -> bool:
 
 
 def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[bytes | None, bool]:
-    """Return the seal of a file, or None if `torch.save` itself wrote it, and True if the file is a zip archive.
+    """Inspect a file's first and last bytes. Return its seal (None without one) and whether it is a zip archive.
 
-    Detects this by the first and last bytes. torch writes archives since version 1.6.
+    A file that `torch.save` wrote directly has no seal. Before version 1.6, torch did not write zip archives.
     """
     start = file.read(len(_OLD_TORCH_START))
     file.seek(max(0, size - _MAX_SEAL_BYTES))

@@ -1,12 +1,13 @@
 """A checkpoint folder for sharded models: how it is written and read.
 
 Each rank writes its tensors into a file with `torch.save`: a dict of tensors by their paths in the state. The driver
-writes everything else into two checkpoint files beside these files. `ranks.pt` has the random states of all ranks,
-which the ranks need not read. `rest.pt` has the remaining state, an index of the tensors, and the size and checksum of
-each rank's file. It is written last. The folder gets its final name once it is complete.
+writes everything else into two checkpoint files in the same folder. `ranks.pt` has the random number generators' states
+of all ranks. Ranks do not read it when they load. `rest.pt` has the remaining state, an index of the tensors' dtypes
+and shapes, and the size and checksum of each rank's file. It is written last. The folder gets its final name once it is
+complete.
 
-The index is plain data under a checksum. Before any memory is allocated, its sizes are compared with the sizes of the
-files. Then the content of the files is compared with the index.
+The index contains only plain values and is covered by the checksum of `rest.pt`. Before any memory is allocated, the
+sizes in the index are compared with the sizes of the files. Then the content of the files is compared with the index.
 
 ADR 92 explains why the checkpoint is a folder. `raysgd.torch.checkpoints.divided_state` describes what each rank writes
 and reads.
@@ -37,16 +38,16 @@ from raysgd.torch.objects.rng import RNG
 from raysgd.trainer.worker.state.replica_state import RESUME
 
 REST = "rest.pt"
-"""File with everything except the tensors and the random states."""
+"""File with everything except the tensors and the random number generators' states."""
 
 RANKS = "ranks.pt"
-"""File with the random states of all ranks. Its size grows with their number."""
+"""File with the random number generators' states of all ranks. Its size grows with the number of ranks."""
 
 DIVIDED = "divided"
-"""Key in `REST` for the facts about the other files."""
+"""Key in `REST` for the folder's version, the index of the tensors, and the size and checksum of each rank's file."""
 
 FORMAT_VERSION = 3
-"""Version of the folder's layout."""
+"""Version of the folder's layout that this module reads and writes."""
 
 FileFacts = tuple[int, str]
 """Number of bytes and checksum of a file."""
@@ -58,7 +59,7 @@ _FORMER = ".old"
 
 @dataclass(frozen=True)
 class StateInFolder:
-    """Placeholder for the state in a folder, which each rank reads itself.
+    """Reference to a checkpoint folder, sent to the ranks instead of a state. Each rank reads the folder itself.
 
     Attributes:
         path: Path of the folder.
@@ -71,13 +72,13 @@ class StateInFolder:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """What a rank reports to the driver about its part of a folder.
+    """What a rank reports to the driver after it wrote its file into a checkpoint folder.
 
     Attributes:
         rest: State without tensors, from rank 0; None from other ranks.
         index: Index of the tensors, from rank 0; None from other ranks.
-        own: State that only this rank has.
-        file: Facts about the file that the rank wrote.
+        own: State that only this rank has, such as the states of its random number generators.
+        file: Size and checksum of the file that the rank wrote.
     """
 
     rest: dict[str, Any] | None
@@ -100,13 +101,13 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> WrittenPart:
-    """Write a rank's part of the state into a folder. Return the facts that the driver needs.
+    """Write this rank's tensors into a checkpoint folder. Return the remaining state and facts about the file.
 
     Args:
         folder: Path of the folder.
         state: State with this rank's rows of the sharded tensors.
-        own: State that only this rank has.
-        rank: The rank.
+        own: State that only this rank has. It is returned unchanged.
+        rank: Rank of this process, which determines the file's name.
     """
     content, path = content_of(state, rank), Path(folder, part_name(rank))
     torch.save(_each_with_its_memory(content["tensors"]), path)
@@ -115,7 +116,10 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
 
 
 def _each_with_its_memory(tensors: Tensors) -> Tensors:
-    """Copy tied tensors and views. A file would store tied memory only once, and the whole memory behind a view."""
+    """Clone tensors that share memory with another tensor or cover only a part of their memory.
+
+    `torch.save` would store shared memory only once, and the entire memory behind a view.
+    """
     apart, seen = {}, set[int]()
     for path, tensor in tensors.items():
         memory = tensor.untyped_storage()
@@ -133,7 +137,9 @@ def _facts_of(path: Path) -> FileFacts:
 
 @contextlib.contextmanager
 def making(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Create a folder beside `path`. If the block succeeds, rename it to `path`, replacing an earlier checkpoint.
+    """Yield a new temporary folder beside `path`. If the `with` block succeeds, rename the folder to `path`.
+
+    An earlier checkpoint at `path` is replaced.
 
     Raises:
         OSError: The folder could not be written, or `path` is a folder with other content.
@@ -157,23 +163,28 @@ def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
     elif target.exists():
-        target.unlink()  # an earlier checkpoint file; a file and a folder cannot be swapped atomically
+        target.unlink()  # an earlier checkpoint that is a file, which a rename to a folder cannot replace
     folder.rename(target)
-    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # including folders of killed saves
+    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # also matches leftovers of killed saves
     for former in target.parent.glob(formers):
         shutil.rmtree(former, ignore_errors=True)
     flush_to_disk(target.parent)
 
 
 def emptied(folder: Path) -> str:
-    """Empty a folder for another attempt to write into it, and return its path."""
+    """Delete the files in a folder so that the save can be attempted again. Return the folder's path."""
     for entry in folder.iterdir():
         entry.unlink()
     return str(folder)
 
 
 def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> None:
-    """Write the driver's files, after all ranks have written their parts.
+    """Complete a checkpoint folder: check that all ranks' files exist, then write the driver's files.
+
+    Args:
+        folder: Folder into which the ranks wrote.
+        parts: What the ranks reported, in the order of the ranks.
+        rest: State without tensors.
 
     Raises:
         OSError: The driver cannot see a rank's file, or could not write its own files.
@@ -205,14 +216,14 @@ def _size_of(path: Path) -> int | None:
 
 
 class DividedFolder(DividedState):
-    """An open checkpoint folder. Call `check` before you read any tensor."""
+    """The sharded state in a checkpoint folder, opened for reading. Call `check` before you read any tensor."""
 
     def __init__(self, path: str, rest: dict[str, Any], index: Index, files: Sequence[FileFacts]) -> None:
         super().__init__(rest, index, len(files), self._read_part)
         self._path, self._files = path, files
 
     def check(self, rank: int, num_ranks: int) -> None:
-        """Verify the checksum of every `num_ranks`-th file. Together, the ranks verify all files.
+        """Verify size and checksum of every `num_ranks`-th file, starting at `rank`. Together, the ranks verify all.
 
         Raises:
             CheckpointCorruptedError: A file is missing or was changed.
@@ -223,7 +234,7 @@ class DividedFolder(DividedState):
                 raise self.corrupted(f"`{path.name}` is missing or does not match its checksum")
 
     def read_whole(self) -> dict[str, Any]:
-        """Return the full state, assembled in this process."""
+        """Verify all files, and return the full state, assembled in this process."""
         self.check(0, 1)
         return self.whole()
 
@@ -248,7 +259,7 @@ class DividedFolder(DividedState):
             require(is_it, "a tensor differs from its entry in the index")
 
     def corrupted(self, finding: str) -> CheckpointCorruptedError:
-        """Return the error for a damaged folder."""
+        """Return the error to raise because `finding` shows that the folder is damaged."""
         return corrupted(self._path, finding)
 
 
@@ -258,8 +269,8 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
     Args:
         path: Path of the folder.
         weights_only: True to reject content that could run code.
-        for_rank: True to leave out the random states of all ranks. A rank needs only its own random state, which the
-            driver sends.
+        for_rank: True to skip `ranks.pt`, the random number generators' states of all ranks. A rank needs only its own,
+            which the driver sends.
 
     Raises:
         CheckpointCorruptedError: The folder is damaged or has another format.
@@ -309,12 +320,14 @@ def _rank_states(path: str) -> Any:
 
 
 def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, Any]:
-    """Read the state in a folder, sharded like this rank's models. Nothing is loaded yet. All ranks call this together.
+    """Read the state in a folder, sharded like this rank's models. All ranks must call this together.
+
+    The models themselves are not changed.
 
     Args:
-        place: The folder.
-        make_room: Creates this rank's tensors of a state.
-        group: Process group of all ranks, for small tensors in host memory.
+        place: Folder to read, and whether to reject content that could run code.
+        make_room: Allocates the tensors of this rank that are filled from the files.
+        group: Process group of all ranks, whose backend can all-reduce tensors in host memory.
 
     Raises:
         CheckpointCorruptedError: The folder is damaged. Raised on every rank.
@@ -328,7 +341,7 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
 
 def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
-    """Call `read` on each rank. If it fails on one rank, all ranks raise, so that none waits for another."""
+    """Call `read`, and raise on all ranks if it failed on any rank, so that no rank waits for a failed one."""
     found: Exception | None = None
     try:
         read()
@@ -340,4 +353,4 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
         told = found or folder.corrupted(
             "another worker reported that a file is missing, cannot be read, or was changed"
         )
-        raise told.with_traceback(None)  # same traceback on all ranks: workers that all fail alike are kept
+        raise told.with_traceback(None)  # same traceback on all ranks: if all fail alike, the workers are not replaced

@@ -1,9 +1,10 @@
-"""States of models that are sharded over the ranks: an index, and the tensors that each rank holds.
+"""States of models that are sharded over the ranks.
 
-A rank holds its rows of each sharded tensor, split as by `torch.chunk`. Rank 0 also holds the tensors that are not
-sharded. The parts of a snapshot are in the object store, where they outlive the workers; the parts of a checkpoint are
-files. A rank of any later group reads the rows that it needs from these parts. The full state is assembled only in a
-process that was asked for it.
+A sharded state consists of an index, which describes all tensors, and one part for each rank. A rank's part contains
+its rows of each sharded tensor, split like `torch.chunk` splits. The part of rank 0 also contains the tensors that are
+not sharded. The parts of a snapshot (the state that the driver retains for recovery) are in Ray's object store, where
+they outlive the workers. The parts of a checkpoint are files. When the state is restored into a worker group of any
+size, each rank reads only the rows that it needs. The full state is assembled only where a caller requests it.
 
 ADR 92 explains why no rank gathers a state.
 """
@@ -21,15 +22,18 @@ from raysgd.core.engine.transfers import DividedValue
 from raysgd.core.state.state_codec import decode
 
 Path_ = tuple[str | int, ...]
-"""Path of a tensor in a state."""
+"""Path of a tensor in a state: the keys and list indices that lead to it."""
 
 Tensors = Mapping[Path_, torch.Tensor]
 
 Index = Mapping[Path_, tuple[torch.dtype, tuple[int, ...], bool]]
-"""Dtype and shape of each tensor, and True if the tensor is sharded."""
+"""By tensor path: the tensor's dtype, its full shape, and True if it is sharded."""
 
 MakeRoom = Callable[[Mapping[str, Any], Sequence[Path_]], dict[Path_, torch.Tensor]]
-"""Creates a rank's tensors of a state, given the state's outline and the tensors' paths in it."""
+"""Allocates a rank's tensors to read a state into.
+
+Its arguments are the state with tensors that take no memory (see `DividedState.outline`), and the tensors' paths in it.
+"""
 
 _PARTS = ("models", "criterion", "optimizers")
 
@@ -75,7 +79,7 @@ def joined(rest: Mapping[str, Any], paths: Iterable[Path_], tensor_of: Callable[
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """Copy only the containers, each container once."""
+    """Copy nested dicts and lists, each container once. Other values are shared with the original."""
     if not isinstance(value, Mapping | list):
         return value
     if id(value) in made:
@@ -90,7 +94,10 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
 
 
 def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return a rank's part of the state, uncopied: `tensors` and, from rank 0 only, `rest` and `index`."""
+    """Return a rank's part of a state without copying tensors.
+
+    The part is a dict with `tensors`, by path, and the state's `rest` and `index`, which are None except on rank 0.
+    """
     rest, tensors = split(state)
     is_divided = {path: _is_divided(tensor) for path, tensor in tensors.items()}
     kept = {path: _local(tensor) for path, tensor in tensors.items() if not rank or is_divided[path]}
@@ -101,17 +108,17 @@ def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 class DividedState:
-    """A state in parts. Each part is read when it is needed.
+    """A sharded state whose parts, one for each rank that wrote it, are read on first use.
 
     Args:
-        rest: Everything except the tensors.
-        index: Index of the tensors.
+        rest: State without the tensors of its models and optimizers.
+        index: Dtype, shape and sharding of each of these tensors.
         num_parts: Number of ranks over which the state was sharded.
-        read_part: Returns the tensors of the rank with this number.
+        read_part: Reads the part that a rank wrote. It takes the rank and returns tensors by path.
 
     Attributes:
-        rest: Everything except the tensors.
-        index: Index of the tensors.
+        rest: State without the tensors of its models and optimizers.
+        index: Dtype, shape and sharding of each of these tensors.
     """
 
     def __init__(self, rest: dict[str, Any], index: Index, num_parts: int, read_part: Callable[[int], Tensors]) -> None:
@@ -138,16 +145,19 @@ class DividedState:
         return joined(copy.deepcopy(self.rest), self.index, tensor_of)
 
     def make_room(self, make: MakeRoom) -> dict[Path_, torch.Tensor]:
-        """Return tensors to fill, sharded like this rank's models. The models are not changed.
+        """Allocate tensors for `fill`, sharded like this rank's models. The models are not changed.
+
+        Args:
+            make: Allocates the tensors, given the outline and the tensors' paths.
 
         Raises:
-            ValueError, KeyError: The state does not fit.
+            ValueError, KeyError: The state does not fit the models.
         """
         return make(self.outline(), list(self.index))
 
     @torch.no_grad()
     def fill(self, room: Tensors) -> None:
-        """Read this rank's rows of the tensors into `room`."""
+        """Read this rank's rows of each tensor from the parts, and copy them into the tensors in `room`."""
         for path, tensor in room.items():
             local, (_, size, is_divided) = _local(tensor), self.index[path]
             if not is_divided and not _is_divided(tensor):
@@ -160,12 +170,12 @@ class DividedState:
                 local[first - begin : last - begin].copy_(self._part(rank)[path][first - at : last - at])
 
     def joined(self, tensors: Tensors) -> dict[str, Any]:
-        """Return the state with these tensors inserted."""
+        """Return the complete state, taking its tensors from `tensors`."""
         return joined(self.rest, self.index, tensors.__getitem__)
 
 
 def of_snapshot(parts: DividedValue) -> DividedState:
-    """Return the sharded state that the parts of a snapshot contain."""
+    """Wrap the parts of a snapshot, one for each rank, as a sharded state. Each part is decoded on first use."""
 
     @cache
     def content(rank: int) -> dict[str, Any]:
@@ -180,7 +190,7 @@ def whole(shared_state: Any, copy: bool) -> Any:
     """Return the full state in a snapshot that the driver holds.
 
     Args:
-        shared_state: State of the snapshot.
+        shared_state: Encoded state of the snapshot, or its parts if it is sharded.
         copy: True to copy the tensors into new memory. Tensors of a sharded state are always copied.
     """
     is_divided = isinstance(shared_state, DividedValue)
@@ -188,7 +198,7 @@ def whole(shared_state: Any, copy: bool) -> Any:
 
 
 def outline(shared_state: Any) -> Any:
-    """Return the state in a snapshot to inspect its structure. Tensors of a sharded state have only a shape."""
+    """Return the state in a snapshot, to inspect its structure. Tensors of a sharded state contain only zeros."""
     is_divided = isinstance(shared_state, DividedValue)
     return of_snapshot(shared_state).outline() if is_divided else decode(shared_state, copy=False)
 
@@ -197,7 +207,10 @@ def outline(shared_state: Any) -> Any:
 
 
 def _placement(tensor: Any) -> Any:
-    """Return a tensor's placement; None if each rank has the full tensor. Avoids importing DTensor, which is slow."""
+    """Return the placement of a `DTensor`, or None for a plain tensor, which each rank has in full.
+
+    It checks for the attribute, because importing `DTensor` is slow.
+    """
     placements = getattr(tensor, "placements", None)
     return None if placements is None else placements[0]
 
@@ -210,7 +223,7 @@ def _is_divided(tensor: Any) -> bool:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Return this process's shard of a tensor."""
+    """Return this process's shard of a `DTensor`; a plain tensor is returned unchanged."""
     local: torch.Tensor = tensor if _placement(tensor) is None else tensor.to_local()
     return local
 
@@ -222,7 +235,7 @@ def _begin_here(tensor: Any) -> int:
 
 
 def begin_of(total: int, num_ranks: int, rank: int) -> int:
-    """Return the index at which a rank's rows start, with the split of `torch.chunk`."""
+    """Return the index of a rank's first row if `total` rows are split like `torch.chunk` splits them."""
     return min(total, rank * -(-total // num_ranks))
 
 

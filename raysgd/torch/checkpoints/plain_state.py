@@ -1,9 +1,9 @@
 """Plain states: the content of a checkpoint file, in a form that PyTorch's `weights_only` reader can load.
 
-A plain state consists of tensors, numbers, strings, bytes, and containers of them. The reader runs no code. It does not
-support NumPy, and allowing NumPy's functions would be a security hole, because an array of objects takes its pointers
-from the file. So an array is written as a tensor that is the only value of a dict with the key `raysgd_numpy`.
-Everything else is written as `torch.save` writes it.
+A plain state consists of tensors, numbers, strings, bytes, and containers of them. PyTorch's reader runs no code while
+it loads these. It does not support NumPy arrays, and allowing NumPy's functions would be a security hole: the pointers
+of an array of objects would come from the file. So an array is written as a marked tensor: a dict whose only key is
+`raysgd_numpy` and whose value is the tensor. Everything else is written as `torch.save` writes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUMPY_KEY = "raysgd_numpy"
 
 _PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _MAX_INT_BITS = 2000
-"""PyTorch's reader does not support the pickle opcode for larger numbers."""
+"""Largest integer that counts as plain. PyTorch's reader does not support the pickle opcode for larger integers."""
 
 _MAX_EXPANSION = 16
 """Largest ratio of a state's size to its file's size. It may exceed 1, because tensors in a file may share memory."""
@@ -34,13 +34,14 @@ _MAX_EXPANSION = 16
 def packed(state: Any, *, allow_pickle: bool = False) -> Any:
     """Return a copy of the structure of `state` that can be written and loaded. Tensors are not copied.
 
-    NumPy scalars become Python numbers, and NumPy arrays become marked tensors. Any value not known to be plain is
-    tested with a round trip, so classes that were allowed through `torch.serialization.add_safe_globals` count as
-    plain.
+    NumPy scalars become Python numbers, and NumPy arrays become dicts with the key `raysgd_numpy` and a tensor. A value
+    of any other type is saved and loaded as a test, so classes that were allowed through
+    `torch.serialization.add_safe_globals` count as plain.
 
     Args:
         state: State to write.
-        allow_pickle: True to accept anything. Reading the file may then need `weights_only=False`.
+        allow_pickle: True to accept any object that can be pickled. Reading the file may then need
+            `weights_only=False`.
 
     Raises:
         ValueError: A value could not be loaded with `weights_only=True`. The message gives its path.
@@ -51,14 +52,14 @@ def packed(state: Any, *, allow_pickle: bool = False) -> Any:
 
 
 class _Packing:
-    """Copies a structure and checks that all of it can be loaded."""
+    """One call of `packed`: copies the containers of a state and checks that each value can be loaded."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
         self._copies: dict[int, Any] = {}
 
     def of(self, value: Any, path: str) -> Any:
-        """Return the copy of `value`, whose path is `path`."""
+        """Return `value` in the form in which it is written. `path` locates the value in error messages."""
         kind = type(value)
         if kind in _PLAIN_TYPES or (kind is int and value.bit_length() <= _MAX_INT_BITS):
             return value
@@ -89,11 +90,15 @@ class _Packing:
                 if key == NUMPY_KEY and not self._allow_pickle:
                     raise ValueError(f"`{item_path}`: this key marks NumPy arrays in checkpoints. Use another one.")
                 copy[self.of(key, f"key of {item_path}")] = self.of(item, item_path)
-            if isinstance(value, collections.OrderedDict):  # a module's state dict stores its layers' versions there
+            if isinstance(value, collections.OrderedDict):  # state dicts store modules' versions as an attribute
                 vars(copy).update(self.of(vars(value), f"vars({path})"))
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
-        """Return a marked tensor for an array, or the array if no tensor can hold it and pickles are allowed."""
+        """Return an array as a marked tensor, or unchanged if PyTorch lacks its dtype and pickles are allowed.
+
+        Raises:
+            ValueError: PyTorch lacks the dtype, and pickles are not allowed.
+        """
         try:
             native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
             return {NUMPY_KEY: torch.from_numpy(native)}
@@ -106,7 +111,10 @@ class _Packing:
             ) from error
 
     def _try(self, sample: Any, value: Any, path: str) -> None:
-        """Raise unless `sample`, which represents `value`, survives a round trip."""
+        """Save `sample` and load it with `weights_only=True`. Raise an error about `value` if that fails.
+
+        `sample` is the value itself or its attributes. With `allow_pickle`, nothing is tested.
+        """
         if self._allow_pickle:
             return
         try:
@@ -124,7 +132,7 @@ class _Packing:
 
 
 class _NoBytes:
-    """Empty bytes, pickled like other bytes, because PyTorch's reader does not support pickle's encoding of them."""
+    """Stands in for `b""`, which pickle writes in a form that PyTorch's reader does not support."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return codecs.encode, ("", "latin1")
@@ -138,18 +146,18 @@ def unpacked(loaded: Any, num_bytes: int) -> Any:
     """Undo `packed` on a state that PyTorch's reader has loaded.
 
     Args:
-        loaded: Loaded state. Its containers are changed in place.
+        loaded: Loaded state. Its dicts and lists are changed in place.
         num_bytes: Size of the file.
 
     Raises:
-        DamagedFileError: The state is nested too deeply, or would take many times the file's size when sent elsewhere.
+        DamagedFileError: The state is nested too deeply, or would take more than 16 times the file's size in memory.
     """
     check_depth(loaded)
     return _Unpacking(num_bytes * _MAX_EXPANSION).of(loaded)
 
 
 class _Unpacking:
-    """Converts marked tensors back to NumPy arrays, and sums the size of all values."""
+    """One call of `unpacked`: converts marked tensors back to NumPy arrays, and limits the total size of all values."""
 
     def __init__(self, num_bytes_left: int) -> None:
         self._num_bytes_left = num_bytes_left
@@ -157,7 +165,7 @@ class _Unpacking:
         self._done: dict[int, tuple[Any, Any]] = {}  # (container, replacement), by the container's ID
 
     def of(self, value: Any) -> Any:
-        """Return the value that `value` represents."""
+        """Return `value` with NumPy arrays restored at any depth."""
         if isinstance(value, FormerValue):
             return value.value
         if isinstance(value, torch.Tensor):
@@ -166,7 +174,7 @@ class _Unpacking:
             self._count(id(value), len(value))
         elif type(value) in (dict, collections.OrderedDict, list, tuple):
             if id(value) not in self._done:
-                self._done[id(value)] = value, value  # it may contain itself
+                self._done[id(value)] = value, value  # recorded before its content, because it may contain itself
                 self._done[id(value)] = value, self._container(value)
             return self._done[id(value)][1]
         return value
@@ -204,6 +212,6 @@ class _Unpacking:
 
 
 def _check_attributes(value: Any) -> None:
-    """Raise if an attribute has the name of a method."""
+    """Raise `DamagedFileError` if an attribute that the file set hides a method of its object."""
     names: Iterable[str] = getattr(value, "__dict__", ())
     require(not any(hasattr(type(value), name) for name in names), "an attribute has the name of a method")

@@ -1,7 +1,8 @@
 """Weights files in the safetensors format, which contain only models and can be read by other programs.
 
 In a file of one model, tensors are named as in its `state_dict`. With several models, each name is prefixed with the
-model's index and a dot. For tied weights, the first name has the tensor, and the metadata lists the other names.
+model's index and a dot. Weights that several names share are stored under the first name. The metadata maps the other
+names to it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from raysgd.exceptions import CheckpointCorruptedError
 
 _NUM_MODELS, _TIED, _LEFT_OUT = "raysgd_models", "raysgd_tied", "raysgd_left_out"
 LEFT_OUT = "remade"
-"""Key for the record of frozen parameters that are left out because `setup` recreates them."""
+"""Key in a state that lists frozen parameters, which the file omits because the operator's `setup` recreates them."""
 _HEADER_AT = 8
-"""Position of the JSON header, which follows its length."""
+"""Position of the file's JSON header. The first 8 bytes hold the header's length."""
 _MAX_MODELS = 10_000
 
 
@@ -32,7 +33,7 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
         ValueError: A value in a model's state is not a tensor.
         OSError: The file could not be written. `path` is unchanged.
     """
-    from raysgd.storage import files  # imported here, because workers only read
+    from raysgd.storage import files  # imported here, because workers never write and need not load it
 
     tensors, metadata = _flat(content["models"])
     if LEFT_OUT in content:
@@ -55,11 +56,14 @@ def is_weights_file(path: str) -> bool:
 
 
 def read(path: str, name: str) -> dict[str, Any]:
-    """Return `models`, the state of each model on the CPU, and the record of parameters that the file leaves out.
+    """Read a weights file.
+
+    Return a dict with `models`, the state dict of each model on the CPU, and, if the file omits parameters, a list of
+    them under `LEFT_OUT`.
 
     Args:
-        path: The file.
-        name: Name of the file in errors.
+        path: Path of the file.
+        name: Name of the file to show in errors.
 
     Raises:
         CheckpointCorruptedError: The file is damaged.
@@ -79,7 +83,12 @@ def read(path: str, name: str) -> dict[str, Any]:
 
 
 def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's saved state, completed with names that the model ties to names in the state."""
+    """Return a model's saved state dict, completed with names of tied weights that the saved state dict lacks.
+
+    Args:
+        saved: State dict from a file.
+        own: Current state dict of the model, in which tied weights are the same object.
+    """
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in own.items():
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -91,7 +100,7 @@ def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 
 def _flat(models: Sequence[Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return all distinct tensors by name, and the metadata."""
+    """Return the tensors of all models by name, storing tied weights once, and the file's metadata."""
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}

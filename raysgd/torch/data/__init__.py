@@ -1,1 +1,1 @@
-"""PyTorch loaders and datasets: how they are sharded over the workers, and the position in them."""
+"""PyTorch loaders and datasets: sharding over the workers, and resuming in the middle of an epoch."""

@@ -1,12 +1,12 @@
-"""Splits batches and the results of `forward` and models into parts for the default methods, and collates batches.
+"""Splits batches, and what models and `forward` return, for the operator's default methods. Also collates batches.
 
 A batch is one of:
 
 - a sequence with the target last
 - a mapping of names to tensors, as collators for language models create it
-- a dataclass with such fields
+- a dataclass whose fields are tensors
 
-A model returns its output, or a mapping or an object with attributes, which may also contain the loss.
+A model returns its output: a tensor, or a mapping or an object whose keys or attributes may include the loss.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from raysgd.torch.parallel.strategy import unwrap
 _MOST_BYTES_COPIED = 2**20
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
-"""Names of the target in a batch with named parts. The first name found is used."""
+"""Names of the target in a batch with named parts. If a batch has several of them, the first in this order is used."""
 
 
 def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
     """Return the inputs and the target of a batch.
 
-    A mapping or a dataclass is one input. Its target is None if it contains none of the known names. The fields of a
-    named tuple are separate inputs, except the target: the field with a known name, or else the last field.
+    A mapping or a dataclass is one input. Its target is the value with one of the `TARGET_NAMES`, or None. The fields
+    of a named tuple are separate inputs, except the target: the field with one of these names, or else the last field.
 
     Raises:
         TypeError: The batch cannot be split.
@@ -69,7 +69,10 @@ def by_name(value: Any) -> Mapping[str, Any] | None:
 
 
 def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
-    """Call the model. A lone dict or dataclass of inputs is passed as keyword arguments, without unaccepted targets."""
+    """Call the model with a batch's inputs.
+
+    A lone dict or dataclass is passed as keyword arguments, without targets that the model does not accept.
+    """
     named = by_name(features[0]) if len(features) == 1 else None
     if named is None:
         return model(*features)
@@ -83,9 +86,9 @@ def inputs(prepare: Callable[[Any], Any], batch: Any, has_target: bool, model: A
 
     Args:
         prepare: Splits a batch into inputs and target.
-        batch: The batch.
+        batch: Batch to predict, with or without a target.
         has_target: True if the last part of a tuple is the target. If False, `prepare` gets None as the target.
-        model: The model. From a batch with named parts, it gets only the targets that its signature requires.
+        model: Model that predicts. If the batch has named parts, a target is passed only if the model requires it.
     """
     if by_name(batch) is not None:
         features, _ = prepare(batch)
@@ -105,7 +108,7 @@ def _without_targets(features: Any, model: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _targets_not_taken(model_class: Any) -> frozenset[str]:
-    """Return the names of targets that the model's forward pass does not accept."""
+    """Return the `TARGET_NAMES` that the model's `forward` does not accept."""
     parameters = inspect.signature(model_class.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset()
@@ -113,13 +116,13 @@ def _targets_not_taken(model_class: Any) -> frozenset[str]:
 
 
 def own_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss that the model itself computed; None if the output contains no loss."""
+    """Return the loss in a model's output; None if the output contains no loss."""
     loss = _named(output, "loss")
     return loss if isinstance(loss, torch.Tensor) else None
 
 
 def prediction(output: Any) -> Any:
-    """Return the part to compare with the target: the `logits` if the output names them, else the whole output."""
+    """Return the part of a model's output to compare with the target: its `logits` if it has them, else all of it."""
     if isinstance(output, torch.Tensor):
         return output
     logits = _named(output, "logits")
@@ -127,7 +130,10 @@ def prediction(output: Any) -> Any:
 
 
 def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Split the result of `forward` into a dict of metrics at its end, if there is one, and everything before it."""
+    """Split a dict of metrics from the end of what `forward` returned.
+
+    Return everything before the dict, and the dict. It is empty if `forward` returned none.
+    """
     if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], Mapping):
         return returned, {}
     *parts, metrics = returned
@@ -165,9 +171,9 @@ def _named(output: Any, name: str) -> Any:
 def count_samples(batch: Any) -> int:
     """Return the number of samples in a batch of any shape, inspecting only sizes.
 
-    The last array in a tuple or list is usually the target. Its first dimension counts samples more reliably than that
-    of an input. If the target is a list of dicts, as in detection, each dict is one sample. Otherwise the first nested
-    array counts, then the length of a list. Anything else is one sample.
+    The last array in a tuple or list is usually the target. Its first dimension counts samples more reliably than an
+    input's. If the target is a list of dicts, as in object detection, each dict is one sample. If neither is found, the
+    first nested array is used, then the length of the list. Any other value is one sample.
 
     Examples:
         >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))
@@ -181,7 +187,7 @@ def count_samples(batch: Any) -> int:
 
 
 def samples_of(batch: Any, otherwise: int) -> int:
-    """Count samples like `count_samples`, but return `otherwise` without an array or a list of samples."""
+    """Count samples like `count_samples`, but return `otherwise` if the batch has no array and no list of samples."""
     last = batch[-1] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(last, torch.Tensor) and last.ndim:
         return len(last)
@@ -190,7 +196,7 @@ def samples_of(batch: Any, otherwise: int) -> int:
 
 
 def _counted(batch: Any) -> Any:
-    """Return the part of a batch with one entry per sample; None without an array or a list of samples."""
+    """Return the part of a batch that has one entry per sample; None if it has no array and no list of samples."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(parts) > 1 and _is_list_of_samples(parts):
         return parts
@@ -204,7 +210,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_list_of_samples(value: Any) -> bool:
-    """Return True for a list of dicts or dataclasses that share their names and were not collated."""
+    """Return True for a list of samples before collation: dicts or dataclasses that all have the same names."""
     first = by_name(value[0]) if isinstance(value, (tuple, list)) and value else None
     if first is None:
         return False
@@ -212,7 +218,7 @@ def _is_list_of_samples(value: Any) -> bool:
 
 
 def _first_counted(parts: Iterable[Any]) -> Any:
-    """Return the first array or list of samples, at any depth; None if nothing is found."""
+    """Return the first array or list of samples, at any depth; None if neither is found."""
     for part in parts:
         if _is_array(part) or _is_list_of_samples(part):
             return part
@@ -225,7 +231,7 @@ def _first_counted(parts: Iterable[Any]) -> Any:
 
 
 class TensorCollate:
-    """Collates batches as a `DataLoader` does by default."""
+    """Collates rows into batches of tensors, like a `DataLoader` by default."""
 
     def __call__(self, rows: list[Any]) -> Any:
         return default_collate(rows)
@@ -235,18 +241,21 @@ class TensorCollate:
         return batches[0] if len(batches) == 1 else _joined_batches(batches)
 
     def begin_process(self) -> None:
-        """Use one PyTorch thread, because OpenMP threads do not survive a fork, and pickle small tensors by value."""
+        """Prepare a data loading process.
+
+        Use one PyTorch thread, because OpenMP threads do not survive a fork, and pickle small tensors by value.
+        """
         torch.set_num_threads(1)
         ForkingPickler.register(torch.Tensor, _reduced)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the callable and arguments with which a loader process pickles a tensor.
+    """Return the callable and arguments that pickle stores for a tensor in a loader process.
 
-    By default, PyTorch shares the tensor's memory, which needs a reply from the sending process. Copying a small tensor
-    is cheaper.
+    PyTorch's default is to share the tensor's memory. The receiver must then contact the sending process. Copying a
+    small tensor is cheaper.
     """
-    with suppress(TypeError, RuntimeError):  # bfloat16 and similar dtypes, or a tensor outside CPU memory
+    with suppress(TypeError, RuntimeError):  # NumPy lacks the dtype (bfloat16), or the tensor is not in CPU memory
         if tensor.nbytes <= _MOST_BYTES_COPIED:
             return torch.from_numpy, (tensor.numpy(),)
     shared: tuple[Any, ...] = reduce_tensor(tensor)

@@ -1,4 +1,7 @@
-"""PyTorch data for one call: data to train and validate on, created and sharded in each worker, and data to predict."""
+"""The data that a user passes to one call of `train`, `validate` or `predict`.
+
+Data to train and validate on is created and sharded in each worker.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from raysgd.trainer.messages.prediction_data import (
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the kind of a call's data; None if the type is not supported."""
+    """Return how data passed to a call is handled, such as "rows" or "batches"; None if its type is not supported."""
     kind = data_kinds.kind_of(dataset)
     if kind is None and isinstance(dataset, DataLoader | Stream):
         return "batches"
@@ -46,7 +49,7 @@ def kind_of(dataset: Any) -> Kind | None:
 
 
 def has_samples(dataset: Any) -> bool:
-    """Return True for data with indexed samples: a map-style dataset, a similar object, or a list of dicts."""
+    """Return True for indexed samples: a map-style dataset, an object with the same methods, or a list of dicts."""
     if isinstance(dataset, list):
         return bool(dataset) and all(isinstance(sample, Mapping) for sample in dataset)
     has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -68,7 +71,7 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
         return CallData(kind, dataset)
     if kind != "rows":
         return data_kinds.call_data_of(dataset, config)
-    if data_kinds.kind_of(dataset) != "rows":  # indexed samples
+    if data_kinds.kind_of(dataset) != "rows":  # a map-style dataset or a list of dicts, not arrays
         size = size_of(f"a `{type(dataset).__name__}`", None, config)
         return CallData(kind, partial(_loader_over, dataset, {"batch_size": size}))
     data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
@@ -94,11 +97,11 @@ def _unchanged(batch: Any) -> Any:
 
 
 class ArrayRows(Dataset[Any]):
-    """A dataset over the rows of arrays, which reads whole batches.
+    """A dataset over the rows of arrays that returns a complete batch for a list of indices.
 
     Args:
         arrays: An array, or a tuple or dict of arrays.
-        make_batch: Converts such arrays to a batch.
+        make_batch: Converts the selected rows of the arrays to a batch.
     """
 
     def __init__(self, arrays: Any, make_batch: Callable[[Any], Any]) -> None:
@@ -121,7 +124,10 @@ def _taken(array: Any, indices: list[int]) -> Any:
 
 
 def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
-    """Return the batches of a worker's data. Data from a creator, or an object with the full data, is not sharded yet.
+    """Return a worker's data as an iterable of batches.
+
+    Datasets of Ray Data, and objects with `get_shard`, arrive sharded. All other data must still be sharded; see
+    `divided`.
 
     Args:
         share: Data that this worker received.
@@ -129,7 +135,7 @@ def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch)
         make_batch: Creates batches from arrays.
 
     Raises:
-        TypeError: A creator did not return an iterable of batches.
+        TypeError: The user's data creator did not return an iterable of batches.
     """
     match share.kind:
         case "ray":
@@ -150,7 +156,7 @@ def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch)
 
 
 def _in_tensors(batch: Any) -> Any:
-    """Convert a list of tuples of tensors to one tuple, joining the tensors at each position."""
+    """Convert a list of tuples of tensors to one tuple of joined tensors. Return other batches unchanged."""
     if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
         return tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
     return batch
@@ -162,7 +168,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def collate_fn_of(loaders: Iterable[Any]) -> Any:
-    """Return the `collate_fn` of the first loader that creates batches from samples; None without such a loader."""
+    """Return the `collate_fn` of the first `DataLoader` that creates batches from samples; None if none does."""
     found = (each for each in loaders if isinstance(each, DataLoader) and each.batch_sampler is not None)
     return next((loader.collate_fn for loader in found), None)
 
@@ -172,8 +178,15 @@ def divided(
 ) -> ShardedLoader | Any:
     """Shard the loader for this worker: by samples if possible, otherwise every `world_size`-th batch.
 
+    Args:
+        loader: Loader over the full data.
+        rank: Rank of this worker.
+        world_size: Number of workers.
+        training: True for training data.
+        rule: How to form global batches, the batches that all workers together train on; None for no rule.
+
     Raises:
-        ValueError: The loader must be sharded by global batches, but cannot be.
+        ValueError: The rule requires sharding by samples, which this loader does not support.
     """
     sharded = shard_loader(loader, rank=rank, world_size=world_size, training=training, rule=rule)
     if isinstance(sharded, ShardedLoader):
@@ -194,7 +207,11 @@ KINDS = (
 
 
 def source_to_predict(data: Any, asked: BatchRequest) -> Found:
-    """Return the source of the batches, and the container in which to return the results.
+    """Return the source of the batches to predict, and the container that collects the results.
+
+    Args:
+        data: Data that the user passed to `predict`.
+        asked: Batch size and columns that the user requested.
 
     Raises:
         TypeError: The data's type is not supported.
@@ -235,7 +252,7 @@ def as_tensor(array: Any) -> Any:
 
 
 def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource:
-    """Return a source in which each worker loads a part of the rows. It ignores `drop_last`, so that no row is lost."""
+    """Return a source that lets each worker load some of the loader's rows. `drop_last` is ignored to keep all rows."""
     batches = loader.batch_sampler
     if batches is None:
         raise ValueError(
@@ -271,7 +288,7 @@ def _check_iterable(loader: DataLoader[Any]) -> None:
 
 
 def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader. Opening the loader does not advance the generator that training uses."""
+    """Yield the batches of a loader without advancing PyTorch's global random generator, which training uses."""
     before = torch.get_rng_state()
     batches = iter(loader)
     torch.set_rng_state(before)
@@ -279,7 +296,7 @@ def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class PredictionLoader:
-    """Loads one worker's batches for successive predictions.
+    """Loads one worker's batches for the rounds of `predict`. The driver sends the rows to predict in rounds.
 
     Args:
         collate_fn: Returns the function that creates batches from samples, if the data has none.
@@ -289,15 +306,15 @@ class PredictionLoader:
     def __init__(self, collate_fn: Callable[[], Any], make_batch: AsBatch = as_batch) -> None:
         self._collate_fn, self._make_batch = collate_fn, make_batch
         self._key: str | None = None
-        self._indices: list[list[int]] = []  # a loader persists between rounds and reads them here
+        self._indices: list[list[int]] = []  # batch sampler of the loader, changed in place for each round
         self._loader: DataLoader[Any] | None = None
 
     def batches(self, request: PredictRequest, work: Work, make_loader: Any) -> Iterator[tuple[Any, int]]:
         """Yield the batches of a round, each with its number of rows.
 
         Args:
-            request: The round.
-            work: This worker's part of the round.
+            request: Round to load, with the key of its dataset.
+            work: Batches or row ranges that this worker predicts in the round.
             make_loader: Creates a loader over the rows of a dataset. Passed only in the first round over a dataset.
         """
         if request.key != self._key:
@@ -326,7 +343,7 @@ def _loader_to_predict(
     if options.get("num_workers"):
         options["worker_init_fn"] = ending_with_parent(options["worker_init_fn"])
         options["persistent_workers"] = True
-    generator = torch.Generator()  # otherwise it would draw from the global generator, which training uses
+    generator = torch.Generator()  # otherwise the loader would draw from the global generator, which training uses
     return DataLoader(dataset, batch_sampler=indices, generator=generator, **options)
 
 

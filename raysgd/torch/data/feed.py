@@ -1,4 +1,4 @@
-"""Loaders as the data of one replica: picks a source for each loader, and keeps the order the same on all ranks."""
+"""Opens the loaders of one replica as streams of batches, whose sample order is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 class TorchFeed(feed.DataFeed):
-    """Opens batch streams over loaders.
+    """Opens batch streams over the loaders that the operator registered or that a call passed.
 
     Args:
         data_of: Returns the data registered under "train" or "validation".
         parallel: Strategy that keeps the replicas in sync.
         world_size: Number of replicas.
-        undo: Called before a batch of padding in training; returns a function that undoes the batch's side effects.
+        undo: Called before a padding batch in training, which a rank without samples gets. Returns a function that
+            undoes the batch's side effects.
         rank: This replica's rank.
         rule: Rule for sharding loaders by global batches; None if the batch size is per worker.
         make_batch: Creates batches from arrays that a call passes.
@@ -97,7 +98,10 @@ class TorchFeed(feed.DataFeed):
         return call_data.batches_of(self.data_of_call[name], self.collate_fn(name), self._make_batch)
 
     def collate_fn(self, name: str) -> Any:
-        """Return the `collate_fn` of the loader under "train" or "validation", or else that of the other loader."""
+        """Return the `collate_fn` of the loader registered as `name`, or else of the other registered loader.
+
+        `name` is "train" or "validation". Returns None if neither loader creates batches from samples.
+        """
         other = "train" if name == "validation" else "validation"
         return call_data.collate_fn_of(getattr(self._data_of(each), "loader", None) for each in (name, other))
 
@@ -132,13 +136,13 @@ class TorchFeed(feed.DataFeed):
         return PlainSource(loader, is_in_lockstep=training and self._parallel.synchronizes)
 
     def take_place(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
-        """Reshard the data for a rank in a group of another size.
+        """Reshard the registered data after the number of workers has changed.
 
         Args:
-            rank: The new rank.
-            size: Size of the group.
-            batch_size: This worker's new share of a global batch, in samples; None if unknown.
-            instead_of: This worker's previous share. Loaders with another batch size keep that size.
+            rank: This worker's new rank.
+            size: New number of workers.
+            batch_size: New per-worker batch size; None if unknown.
+            instead_of: Previous per-worker batch size. Loaders with any other batch size keep it.
         """
         self._group = RankSums(self._parallel, rank, size)
         self._of_call = None, None
@@ -181,6 +185,6 @@ class TorchFeed(feed.DataFeed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Stand in for a loader that was not registered. Raise only when iterated over."""
+    """Iterator used in place of a loader that was not registered. It raises `NoDataError` when iterated over."""
     way_out = ", or pass `dataset` to `train`." if name == "train" else " before you call `validate`."
     raise NoDataError(f"`{name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")

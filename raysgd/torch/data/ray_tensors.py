@@ -14,12 +14,13 @@ from raysgd.core.arrays.ray_batches import BatchForm, formed, stacked
 
 
 def as_batch(arrays: Any, form: BatchForm, models: Iterable[torch.nn.Module] = ()) -> Any:
-    """Return a batch for an operator: tensors in the arrays' structure, or only the columns that `form` names.
+    """Convert arrays to a batch of tensors for an operator.
 
     Args:
-        arrays: The arrays.
-        form: Form of the batch.
-        models: Models that get the batch. Floating-point values get the dtype of the first floating-point parameter.
+        arrays: An array, or a tuple or dict of arrays, such as the columns of a Ray Data batch.
+        form: Columns to use as inputs and target. Without columns, the batch has the structure of `arrays`.
+        models: Models that get the batch. Floating-point values are converted to the dtype of the models' first
+            floating-point parameter.
     """
     dtypes = (each.dtype for model in models for each in model.parameters() if each.is_floating_point())
     return formed(trees.mapped(arrays, partial(as_tensor, dtype=next(dtypes, None))), form, _joined)
@@ -38,5 +39,5 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the columns. A column of scalars becomes one column wide."""
+    """Concatenate columns along the second dimension. A 1-D column is treated as one column wide."""
     return torch.cat([column.unsqueeze(1) if column.ndim == 1 else column for column in columns], dim=1)

@@ -1,14 +1,15 @@
-"""The order in which a pass visits the samples: the dataset's own, shuffled, or drawn by a user's sampler.
+"""The order in which a pass (one time through the data) visits the samples: sequential, shuffled, or a user's sampler.
 
-Each order is a function of a seed and the index of the pass, so every rank computes the same order on its own.
+Each order is a function of a seed and the index of the pass, so every rank computes the same order without
+communication.
 
-For large data, a shuffled range is computed as it is read and never stored. So opening it costs nothing, and neither
-does reading from the middle. Each number is written as the row and column of a roughly square table. In turns, the row
-or the column is shifted by a hash of the other. Each shift is invertible, so different numbers stay different (a
-Feistel network). A number that ends up past the end of the range, in the last row, is sent through the network until it
-is inside (cycle walking).
+For large data, a permutation of the indices is computed as it is read and never stored. So starting at any position
+costs nothing. Each index is split into the row and column of a roughly square table. Over several rounds, the row or
+the column is shifted by a hash of the other. Each shift is invertible, so different indices stay different (a Feistel
+network). An index that ends up past the end of the range, in the table's last row, is sent through the network again
+until it is in the range (cycle walking).
 
-ADR 2 explains why the loader's own order is kept, and why large data is shuffled differently.
+ADR 2 explains why the order of the user's loader is kept, and why large data is shuffled differently.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _READ_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Permutation(Sequence[int]):
-    """A permutation of the numbers from 0 to `length - 1` that depends only on the seed.
+    """A pseudorandom permutation of the numbers from 0 to `length - 1`, computed on access.
 
-    It is the same on every machine.
+    It depends only on `length` and `seed`, and is the same on every machine.
 
     Attributes:
-        length: Number of numbers.
+        length: Number of elements.
         seed: String from which the order is derived.
 
     Examples:
@@ -77,19 +78,19 @@ class Permutation(Sequence[int]):
         return found
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the numbers in order, computing a few thousand at a time."""
+        """Yield the permutation from its start, computing a few thousand numbers at a time."""
         for start in range(0, self.length, _READ_AT_ONCE):
             yield from self[start : start + _READ_AT_ONCE]
 
     def at(self, places: Numbers) -> Numbers:
-        """Return the numbers at these positions, which must be from 0 to `length - 1`."""
+        """Return the numbers at the positions in `places`, each of which must be from 0 to `length - 1`."""
         numbers = self._moved(places)
         while (outside := numbers >= self.length).any():
             numbers[outside] = self._moved(numbers[outside])
         return numbers
 
     def _moved(self, numbers: Numbers) -> Numbers:
-        """Send numbers through the network once. The network maps the table onto itself."""
+        """Apply the Feistel network once. It permutes all cells of the table, some of which are beyond `length`."""
         one, other = np.divmod(numbers, self._width)
         size, other_size = self._height, self._width
         for key in self._keys:
@@ -112,7 +113,7 @@ class Permutation(Sequence[int]):
 
 
 def _hashed(numbers: Numbers, key: np.uint64) -> Numbers:
-    """Return a 32-bit hash of each number. Intermediate overflow past 64 bits is dropped."""
+    """Return a 32-bit hash of each number. The multiplications are meant to wrap around at 64 bits."""
     mixed = (numbers ^ key) * _FIRST
     mixed ^= mixed >> _HALF
     mixed *= _SECOND
@@ -121,15 +122,15 @@ def _hashed(numbers: Numbers, key: np.uint64) -> Numbers:
 
 
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
-"""Order of one pass: any object with `len` and slices. A tensor takes a quarter of a list's memory."""
+"""Sample indices of a pass, in order: any object with `len` and slices. A tensor takes a quarter of a list's memory."""
 
 
 @dataclass(frozen=True)
 class JoinedBatches(Sequence[Any]):
-    """The concatenated samples of batches of any sizes.
+    """The concatenated sample indices of a pass whose batches may differ in size.
 
     Attributes:
-        samples: The samples.
+        samples: Indices of the samples, batch after batch.
         bounds: Positions at which the batches start, then the position at which the last batch ends.
     """
 
@@ -153,7 +154,7 @@ _DRAWN_BELOW = 2**20
 
 @dataclass(frozen=True)
 class SequentialOrder:
-    """The dataset's own order, in every pass."""
+    """Ascending order of the dataset's indices, the same in every pass."""
 
     name = "sequential"
     num_samples: int
@@ -169,8 +170,8 @@ class ShuffledOrder:
 
     Attributes:
         num_samples: Number of samples in a pass.
-        drawn_below: With fewer samples than this, the whole permutation is drawn when a pass starts. Otherwise, it is
-            computed as it is read.
+        drawn_below: With fewer samples than this, the permutation is drawn with `torch.randperm` when a pass starts.
+            Otherwise, it is computed as it is read.
     """
 
     name = "shuffled"
@@ -178,7 +179,7 @@ class ShuffledOrder:
     drawn_below: int = _DRAWN_BELOW
 
     def indices(self, seed: int, pass_index: int) -> Indices:
-        """Return the permutation of this pass. Does not use or change any global random state."""
+        """Return the permutation for a pass. Neither uses nor changes any global random number generator."""
         if self.num_samples >= self.drawn_below:
             return Permutation(self.num_samples, seed=f"{seed}/{pass_index}")
         generator = torch.Generator("cpu").manual_seed(seed_of(seed, pass_index))
@@ -190,10 +191,10 @@ class ShuffledOrder:
 class SamplerOrder:
     """The order that a user's sampler draws.
 
-    The sampler is drawn once per pass. Before that, the global generators of PyTorch, `random` and NumPy, and the
-    sampler's own PyTorch `generator`, are seeded from the seed and the pass index. Their states are restored
-    afterwards. If the sampler has `set_epoch`, it is first called with the pass index. Any other source of randomness
-    may give each rank a different order, which the ranks detect.
+    The sampler is iterated over once per pass. Before that, the global generators of PyTorch, `random` and NumPy, and
+    the sampler's own PyTorch `generator`, are seeded from the seed and the pass index. Their states are restored
+    afterwards. If the sampler has `set_epoch`, it is called first, with the pass index. Any other source of randomness
+    may give each rank a different order. The ranks detect that.
     """
 
     sampler: Any
@@ -209,7 +210,7 @@ class SamplerOrder:
         return f"sampler {type(self.sampler).__name__}"
 
     def indices(self, seed: int, pass_index: int) -> Indices:
-        """Return the sampler's indices for this pass: an array, or a list if they are not integers.
+        """Return the sampler's indices for a pass: an array, or a list if they are not integers.
 
         If a sampler draws fewer indices than its length, the pass is shorter accordingly.
 
@@ -238,10 +239,10 @@ class SamplerOrder:
 
 @dataclass(frozen=True)
 class BatchesOrder(SamplerOrder):
-    """The order of the samples in the batches of a user's batch sampler. The sampler's length counts batches."""
+    """The order of the samples in the batches that a user's batch sampler draws. Here, `num_samples` counts batches."""
 
     def indices(self, seed: int, pass_index: int) -> JoinedBatches:
-        """Return the samples of the batches that the batch sampler draws in this pass."""
+        """Return the sample indices of all batches that the batch sampler draws in a pass."""
         batches = [list(batch) for batch in super().indices(seed, pass_index)]
         bounds = accumulate((len(batch) for batch in batches if batch), initial=0)
         return JoinedBatches(_compact([*chain.from_iterable(batches)]), [*bounds])
@@ -250,14 +251,14 @@ class BatchesOrder(SamplerOrder):
 SampleOrder: TypeAlias = SequentialOrder | ShuffledOrder | SamplerOrder
 """The order in which a pass visits the samples: a pure function of seed and pass index.
 
-So every rank computes the same order on its own, even a worker that joins in the middle of a pass. Each type of order
-has a name, the same on every rank.
+So every rank computes the same order, even a worker that joins in the middle of a pass. The ranks compare the `name` of
+an order to check that they use the same type of order.
 """
 
 
 def order_of(sampler: Any) -> SampleOrder:
-    """Return the order of a sampler: sequential, shuffled, or whatever the sampler draws."""
-    # Compare exact types, because a subclass may draw anything.
+    """Return the order that a sampler specifies: sequential, shuffled, or whatever a custom sampler draws."""
+    # Compare exact types, because a subclass may draw in any order.
     if type(sampler) is SequentialSampler:
         return SequentialOrder(len(sampler))
     if type(sampler) is RandomSampler and _draws_each_once(sampler):
@@ -279,23 +280,23 @@ def length_of(sized: Any) -> int | None:
 
 def divides_data(sampler: Any) -> bool:
     """Return True if a sampler already gives each rank a shard of the samples."""
-    # Many samplers work like PyTorch's DistributedSampler and use its attribute names without subclassing it.
+    # Many samplers copy the attribute names of PyTorch's DistributedSampler without subclassing it.
     by_name = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
     return by_name or isinstance(sampler, DistributedSampler)
 
 
 def _compact(drawn: list[Any]) -> Sequence[Any]:
     if any(isinstance(each, torch.Tensor) and each.ndim for each in drawn[:1]):
-        return drawn  # batches: an array would convert a one-element tensor to a number
+        return drawn  # each element is a batch; an array would convert a one-element tensor to a number
     try:
         return array("q", drawn)
     except (TypeError, OverflowError):
-        return drawn  # keys, tuples or integers beyond 64 bits
+        return drawn  # indices that are strings, tuples or integers beyond 64 bits
 
 
 @contextmanager
 def _seeded(seed: int, own: Any) -> Iterator[None]:
-    """Seed the global generators, and a sampler's own PyTorch generator, inside the context."""
+    """Seed the global generators and the sampler's generator `own` in the `with` block, then restore their states."""
     drawn, own = rng.capture(), own if isinstance(own, torch.Generator) else torch.Generator()
     state = own.get_state()
     try:

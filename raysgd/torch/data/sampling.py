@@ -1,8 +1,9 @@
-"""Shards a user's loader over the workers by rebuilding it around our batch sampler, or gives a reason not to.
+"""Shards a user's `DataLoader` over the workers by rebuilding it with an `ElasticBatchSampler`.
 
-Loader processes end with their worker. PyTorch alone would check for that only every 5 s.
+A loader that cannot be rebuilt is used unchanged, and the reason is recorded. Processes of a rebuilt loader exit
+immediately when their worker dies. By default, they would check for that only every 5 s.
 
-ADR 2 explains why the loader's own order is kept.
+ADR 2 explains why the order of the user's loader is kept.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class ShardedLoader:
     """A user's loader, rebuilt so that each rank loads its shard.
 
     Attributes:
-        loader: Has the dataset and options of the user's loader, and `sampler` as its `batch_sampler`.
-        sampler: Starts passes over the data and follows changes of the group.
-        own_sampler: The user's sampler, which yields samples or whole batches.
-        seed_hint: The user's seed, as far as this worker knows. All ranks must use the seed of one rank.
+        loader: Loader with the user's dataset and options, and `sampler` as its `batch_sampler`.
+        sampler: Batch sampler that selects this rank's samples. It can start a new pass, and reshard if the number of
+            workers changes.
+        own_sampler: The user's sampler, which yields sample indices or entire batches of indices.
+        seed_hint: Seed of the sample order on this worker: from the user's generator, or else PyTorch's initial seed.
+            It may differ between ranks, so all must use the seed of one rank.
         num_samples: Number of samples in a pass, over all ranks.
-        signature: Description of the data. It must be identical on all ranks, so that they shard the same data.
+        signature: Description of the data, which the ranks compare to check that they shard the same data.
     """
 
     loader: DataLoader[Any]
@@ -52,7 +55,7 @@ class ShardedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """Batch size of the sampler; None if a user's batch sampler determines the sizes."""
+        """Batch size of one worker; None if a user's batch sampler determines the sizes."""
         return None if isinstance(self.sampler.order, BatchesOrder) else self.sampler.batch_size
 
 
@@ -61,9 +64,9 @@ class UndividedLoader:
     """A loader that is used unchanged. Every rank iterates over all batches of the loader.
 
     Attributes:
-        loader: The user's object.
+        loader: The user's loader.
         reason: Why the loader is not sharded, as a phrase for a log message.
-        warn: True if the user may have expected a sharded loader.
+        warn: True to log a warning, because the user may have expected a sharded loader.
     """
 
     loader: Any
@@ -72,7 +75,7 @@ class UndividedLoader:
 
     @property
     def divides_data(self) -> bool:
-        """True if the loader already shards the data."""
+        """True if the user's sampler already shards the data."""
         return self.reason == _DIVIDES
 
 
@@ -87,23 +90,23 @@ def shard_loader(
 ) -> ShardedLoader | UndividedLoader:
     """Rebuild a map-style `DataLoader` so that the group shards its samples, or return it unchanged with a reason.
 
-    The loader's own order is kept. A sequential order stays sequential over many workers, a shuffled order is
-    reshuffled in each pass, and a user's sampler draws the global order. `batch_size` is the batch size of one worker.
-    With `rule`, it is the batch size of all workers together, and each batch of a user's batch sampler is a global
-    batch.
+    The order of the user's loader is kept. A sequential order stays sequential over many workers, a shuffled order is
+    reshuffled in each pass, and a user's sampler draws the order of all workers' samples. The loader's `batch_size` is
+    the batch size of one worker. With `rule`, it is the batch size of all workers together, and each batch of a user's
+    batch sampler is split over the workers.
 
     All loading options are kept except `in_order=False`. A batch that overtakes another would be counted for the wrong
-    step, so batches arrive in order, and a warning says so.
+    step, so batches always arrive in order, and a warning is logged.
 
     Args:
-        loader: The registered object.
+        loader: Object that the user registered or passed to a call.
         rank: This worker's rank.
         world_size: Size of the group.
         training: True to give padding to ranks without samples in the last step, so that all ranks can take part in the
             gradient all-reduce. False to give these ranks no batch, so that evaluation uses every sample once.
         pin_memory: True to put batches into pinned memory, from which a GPU can copy them while it computes, even if
             the user's loader does not.
-        rule: How to shard global batches of a fixed size.
+        rule: How to split global batches, the batches of all workers together. None if `batch_size` is per worker.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.
@@ -146,8 +149,8 @@ def _has_own_iteration(loader: DataLoader[Any]) -> bool:
 
 
 def _own_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the user's sampler, which yields samples or whole batches."""
-    # `loader.sampler` is only a default if the user passed `batch_sampler=BatchSampler(...)`.
+    """Return the user's sampler, which yields indices or, if it is a custom batch sampler, batches of indices."""
+    # If the user passed `batch_sampler=BatchSampler(...)`, `loader.sampler` is only PyTorch's unused default.
     batches: Any = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else batches
 
@@ -160,8 +163,8 @@ def _divides(loader: DataLoader[Any]) -> bool:
 _DIVIDES = "its sampler shards the data"
 
 
-# Conditions under which a loader is not sharded, the reasons, and whether the user may have expected otherwise. Each
-# condition may rely on the conditions before it.
+# Each row is a condition under which a loader is not sharded, the reason to report, and whether to warn. Conditions are
+# checked in this order, so each may assume that those above it are false.
 _RULES: tuple[tuple[Callable[[Any], bool], str, bool], ...] = (
     (lambda loader: not isinstance(loader, DataLoader), "not a torch DataLoader", False),
     (lambda loader: isinstance(loader.dataset, IterableDataset), "its dataset is iterable", False),
@@ -191,7 +194,7 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
 
 
 def seed_of(loader: Any, seed: int) -> int:
-    """Return the seed of the sample order: the seed of a generator in the user's loader, or else `seed`."""
+    """Return the initial seed of a `torch.Generator` in the user's loader or its samplers; `seed` if there is none."""
     batches = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     generators = (getattr(holder, "generator", None) for holder in holders)
@@ -211,12 +214,17 @@ _KEPT_OPTIONS = (
 
 
 def kept_options(loader: Any, *more: str) -> dict[str, Any]:
-    """Return the loading options of a user's `DataLoader`, to create another loader over the same dataset."""
+    """Return a user's `DataLoader` options, as arguments for another loader over the same dataset.
+
+    Args:
+        loader: The user's loader.
+        *more: Names of options to include beyond the usual ones.
+    """
     return {name: getattr(loader, name) for name in (*_KEPT_OPTIONS, *more)}
 
 
 def ending_with_parent(user_function: Callable[[int], None] | None) -> Callable[[int], None]:
-    """Return a `worker_init_fn` that calls the user's function and makes the loader process end with its parent."""
+    """Wrap a user's `worker_init_fn` so that the loader process exits when its parent process dies."""
     return partial(_begin_process, user_function)
 
 
@@ -227,9 +235,10 @@ def _begin_process(user_function: Callable[[int], None] | None, worker_id: int) 
 
 
 class SeededRows(Dataset[Any]):
-    """A map-style dataset that returns whole batches and seeds the random number generators for each batch.
+    """Wraps a map-style dataset to seed the random number generators before each batch is loaded.
 
-    This also covers random numbers in `collate_fn`. Other attributes are delegated to the wrapped dataset.
+    So random augmentation, and random numbers in `collate_fn`, depend only on the batch. Other attributes are delegated
+    to the wrapped dataset.
 
     Args:
         dataset: The user's dataset.
@@ -245,13 +254,13 @@ class SeededRows(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """Return the samples of a batch."""
+        """Return the samples of a batch, after seeding the generators if `indices` carries a seed."""
         if isinstance(indices, SeededIndices):
             rng.seed_alike(indices.seed)
         whole = getattr(self._dataset, "__getitems__", None)
         return whole(list(indices)) if whole else [self._dataset[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # during unpickling
+        if name == "_dataset":  # not set yet while unpickling; avoids infinite recursion
             raise AttributeError(name)
         return getattr(self._dataset, name)

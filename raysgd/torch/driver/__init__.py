@@ -1,1 +1,1 @@
-"""The driver's part of `TorchTrainer`: checks of arguments and of workers' results, and files."""
+"""The part of `TorchTrainer` that runs in the driver: checks arguments and workers' results, saves and loads files."""

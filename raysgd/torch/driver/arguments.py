@@ -1,8 +1,9 @@
-"""Defaults and checks of `TorchTrainer`'s arguments, before anything starts.
+"""Resolves defaults of `TorchTrainer`'s arguments and checks the arguments, before any worker starts.
 
 Every check raises `ValueError` or `TypeError`, with a message that says what was passed, what is allowed, and what to
-do. The settings classes check individual options. This module checks combinations of options, and options that only the
-driver can check.
+do. Arguments that only older versions had raise `DeprecationWarning`. The settings classes, such as `TorchSettings`,
+check individual options. This module checks combinations of options, and options whose check needs the driver's
+process.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(num_workers: int, use_local: Any) -> None:
-    """Check that workers can form a group.
+    """Check that the workers can communicate.
 
-    With `use_local`, the driver must be in the cluster. Several workers need `torch.distributed`.
+    Several workers need `torch.distributed`. With `use_local`, rank 0 runs in this process, so that other workers
+    cannot reach it if it is connected through Ray Client.
     """
     if use_local:
         _check_use_local(num_workers)
@@ -64,7 +66,7 @@ _once = Once()
 
 
 def check_operator_class(operator_cls: Any) -> None:
-    """Check that the argument is an operator class."""
+    """Raise unless `training_operator_cls` is a subclass of `TrainingOperator`."""
     checks.check_operator_class(operator_cls, TrainingOperator, "TrainingOperator")
 
 
@@ -73,14 +75,14 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
 
     Args:
         dataset: The dataset passed to a call; None for the registered data.
-        name: Name of the argument.
-        steps_apart: True if the workers do not step together.
-        global_option: The trainer's option for global batches, which require data that can be sharded by samples; empty
-            without such an option.
+        name: Name of the argument, for errors.
+        steps_apart: True if the workers do not synchronize their steps (`strategy="none"`).
+        global_option: Name of the trainer's option that splits each batch over the workers, which needs data that can
+            be sharded by samples. Empty if no such option is on.
 
     Raises:
         TypeError: The dataset's type is not supported.
-        ValueError: The dataset cannot be sharded by samples, or not for workers that do not step together.
+        ValueError: The dataset does not support the trainer's options.
     """
     if dataset is None:
         return
@@ -104,7 +106,7 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
 
 
 def resolve_use_gpu(use_gpu: bool | str) -> bool:
-    """Return True to use GPUs. "auto" uses them if the driver's PyTorch can."""
+    """Return whether the workers use GPUs. "auto" means True if PyTorch sees a GPU in the driver's process."""
     available = torch.cuda.is_available()
     if isinstance(use_gpu, str) and use_gpu == "auto":
         return available
@@ -115,7 +117,7 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
 
 
 def warn_of_unused_gpus(use_gpu: bool | str) -> None:
-    """Warn if "auto" uses no GPUs because the driver has none, although the cluster's nodes have some."""
+    """Warn if "auto" selects CPUs because the driver has no GPU, although the cluster's nodes have GPUs."""
     if use_gpu == "auto" and not torch.cuda.is_available() and (found := num_gpus()):
         logger.warning(
             'the nodes have %g GPUs, but training runs on CPUs, because `use_gpu="auto"` checks only the driver. '
@@ -125,7 +127,7 @@ def warn_of_unused_gpus(use_gpu: bool | str) -> None:
 
 
 def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
-    """Reject numbers of GPUs that Ray cannot reserve, and NCCL on a GPU that workers share."""
+    """Reject a GPU count that Ray cannot reserve, and NCCL for workers that share a GPU."""
     if (
         not is_number(num_gpus_per_worker)
         or num_gpus_per_worker <= 0
@@ -143,7 +145,7 @@ def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> 
 
 
 def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """Return the name of the backend. "auto" is NCCL with GPUs and gloo without."""
+    """Return the name of the communication backend. "auto" selects NCCL with GPUs and gloo without."""
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
     if backend not in ("nccl", "gloo", "horovod"):
@@ -172,14 +174,14 @@ def check_horovod(precision: str, strategy: str, use_gpu: bool) -> None:
 
 
 def resolve_timeout(timeout_s: float | None, backend: str) -> float:
-    """Return the timeout of a collective in seconds: the argument, or the default of the backend."""
+    """Return the timeout of collectives in seconds: the user's `timeout_s`, or the backend's default."""
     if timeout_s is not None:
         return timeout_s
     return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
 
 
 def check_spares(group: GroupSettings, strategy: str) -> None:
-    """Reject spare workers if they could not replace a lost worker."""
+    """Reject the `spare_workers` option if spare workers could not replace a lost worker with these settings."""
     group.refuse_spares(
         ((strategy != "ddp", f'`strategy="{strategy}"`'), (group.backend == "horovod", '`backend="horovod"`')),
         'workers outside the driver, `Recovery(in_place=True)`, and `strategy="ddp"` on gloo or NCCL',
@@ -187,13 +189,13 @@ def check_spares(group: GroupSettings, strategy: str) -> None:
 
 
 def outlives_its_process(options: Mapping[str, Any]) -> bool:
-    """Return True if the workers of a trainer with these options can outlive its process."""
+    """Return True if workers can survive the trainer's process, given the trainer's options as the user passed them."""
     is_ddp = options.get("strategy") in (None, "ddp") and options.get("wrap_ddp", True)
     return is_ddp and options.get("backend") != "horovod"
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
-    """Reject an invalid batch size in the config. Warn if it is not divisible by the number of workers."""
+    """Check the batch size in the config. Warn if it must be changed to be divisible by the number of workers."""
     config = settings.config
     if BATCH_SIZE not in config:
         return
@@ -210,7 +212,7 @@ STRATEGIES = ("ddp", "fsdp", "none")
 
 
 def resolve_strategy(strategy: str | None, wrap_ddp: bool) -> str:
-    """Return the strategy that the newer argument `strategy` or the older argument `wrap_ddp` selects."""
+    """Return the name of the strategy. `wrap_ddp`, an older argument, determines it if `strategy` is None."""
     refuse_text(wrap_ddp=wrap_ddp)
     if strategy is None:
         return "ddp" if wrap_ddp else "none"
@@ -235,11 +237,15 @@ _OTHER_FSDP = {
     "mixed_precision": "Pass `mp_policy`.",
     "cpu_offload": "Pass `offload_policy`.",
 }
-"""Arguments of PyTorch's FSDP1, and what to do instead."""
+"""Arguments of PyTorch's older FSDP1 that `strategy_options` does not support, and what to do instead."""
 
 
 def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
-    """Return the options of FSDP. Reject unknown or invalid options, and any options for another strategy."""
+    """Convert the argument `strategy_options` to `FSDPOptions`.
+
+    Raises:
+        ValueError: An option is unknown or invalid, or the strategy is not FSDP.
+    """
     if strategy_options is None:
         return FSDPOptions()
     if not isinstance(strategy_options, Mapping):
@@ -268,7 +274,11 @@ def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:
 
 
 def check_global_batches(settings: TorchSettings) -> None:
-    """Reject global batches if data would not be sharded by samples, or gradients not weighted by sample counts."""
+    """Reject options that do not work with `split_batches` or `deterministic`.
+
+    These two split each batch over the workers. The library must then shard the data by samples, and weight gradients
+    by sample counts.
+    """
     strategy, is_deterministic = settings.strategy, settings.batch_options.deterministic
     way_out = 'it needs `strategy="ddp"` on gloo or NCCL. Use that, or omit it'
     settings.batch_options.refuse_with(
@@ -306,7 +316,7 @@ def check_global_batches(settings: TorchSettings) -> None:
 
 
 def check_combination(settings: TorchSettings) -> None:
-    """Reject combinations of options that do not work together. The message names them."""
+    """Reject combinations of options that do not work together. The error message names the options."""
     precision, strategy = choose_precision(settings.use_fp16, settings.precision), settings.strategy
     step, fsdp, operator_cls = settings.step_options, settings.fsdp_options, settings.training_operator_cls
     check_global_batches(settings)
@@ -372,10 +382,10 @@ _CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_cr
 
 
 def refuse_other_name(given: Mapping[str, Any]) -> None:
-    """Reject an operator class that was passed under a wrong name.
+    """Check unknown keyword arguments for an operator class that was passed under a wrong name.
 
     Raises:
-        TypeError: An operator class was passed under a wrong name.
+        TypeError: One of the arguments is an operator class.
     """
     for name, value in given.items():
         if isinstance(value, type) and issubclass(value, TrainingOperator):
@@ -383,7 +393,7 @@ def refuse_other_name(given: Mapping[str, Any]) -> None:
 
 
 def take_creators(given: dict[str, Any]) -> None:
-    """Reject creator functions, which older versions accepted.
+    """Remove creator functions, which older versions accepted, from the unknown keyword arguments in `given`.
 
     Raises:
         DeprecationWarning: A creator function was passed.
@@ -396,10 +406,13 @@ def take_creators(given: dict[str, Any]) -> None:
 
 
 def take_others(given: dict[str, Any]) -> Any:
-    """Reject all other retired arguments. Return `serialize_data_creation`, which has no effect.
+    """Remove all other arguments of older versions from the unknown keyword arguments in `given`.
 
     Raises:
-        DeprecationWarning: A retired argument was passed.
+        DeprecationWarning: One of these arguments was passed with a value that would have an effect.
+
+    Returns:
+        The value of `serialize_data_creation`, which is accepted but has no effect.
     """
     _take(given, "num_replicas", "use `num_workers`")
     _take(

@@ -1,4 +1,4 @@
-"""Checks of the results that all workers return from a call of `train` or `validate`, in the driver."""
+"""Checks in the driver that the results of all workers from a call of `train` or `validate` are consistent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_alike(answers: Sequence[EpochAnswer]) -> None:
-    """Check that replicas that step together did the same work in the same order, and have equal weights.
+    """Check that synchronized replicas did the same work in the same order, and have equal weights.
+
+    Args:
+        answers: Results of all workers, by rank.
 
     Raises:
         UnevenStepsError: The replicas did different work.
@@ -34,7 +37,13 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
 
 
 def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
-    """Warn if no worker had a batch, although the call should have batches."""
+    """Warn if no worker got a batch.
+
+    Args:
+        name: Name of the data in the warning: "train" or "validation".
+        answers: Results of all workers.
+        num_steps: Number of steps that the user requested, or None. If it is 0, nothing is logged.
+    """
     counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
     if num_steps != 0 and counts == {0}:
         logger.warning(

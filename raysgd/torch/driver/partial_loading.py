@@ -1,4 +1,4 @@
-"""Loads parts of a file, such as only the weights, and reports what did not fit."""
+"""Loads parts of a checkpoint or weights file, such as only the weights, and reports what did not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysgd.torch.objects.loading import with_plain_names
 from raysgd.trainer.worker.state.replica_state import RESUME
 
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")
-"""Parts of a file, for `load(parts=...)`."""
+"""Names of the parts of a checkpoint that `load(parts=...)` accepts."""
 
 _WEIGHTS = ("models",)
 _NOT_PRECISION = frozenset({"epoch", "operator", "models", "optimizers", "schedulers", CRITERION, RESUME, REMADE})
@@ -29,14 +29,14 @@ Shape = tuple[int, ...]
 class LoadReport:
     """Report of what `load` took from a file, and what did not fit.
 
-    With several models, each name starts with the index of the model and a dot.
+    If the operator has several models, each weight's name starts with the model's index and a dot.
 
     Attributes:
-        parts: The parts that were loaded.
+        parts: Names of the parts that were loaded, such as "models".
         missing: Names of weights that the file lacks. These weights keep their values.
-        unexpected: Names in the file that no model has.
-        mismatched: Names whose shapes differ, with the shapes in the file and in the model. These weights keep their
-            values.
+        unexpected: Names of weights in the file that the model lacks.
+        mismatched: Names of weights whose shapes differ, with the shapes in the file and in the model. These weights
+            keep their values.
         num_loaded: Number of weights that were loaded.
     """
 
@@ -59,7 +59,9 @@ class LoadReport:
 
 
 def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
-    """Return the parts to load, in the order of `PARTS`; None for the whole file.
+    """Check the arguments `parts` and `strict` of `load`. Return the parts to load; None for the entire file.
+
+    Parts are returned in the order of `PARTS`. Without `parts`, `strict=False` loads only the models.
 
     Raises:
         TypeError: `parts` is not a sequence of names.
@@ -81,13 +83,13 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
 
 
 def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str, Any]:
-    """Return the content of a file of either format, or of a folder. Tensors may be views of the file.
+    """Read a checkpoint file, a checkpoint folder or a weights file. Tensors may be mapped from the file.
 
     Args:
         path: Path of the file or folder.
-        name: Name of the file or folder in errors.
+        name: Name of the file or folder to show in errors.
         weights_only: False to unpickle arbitrary objects.
-        held: Keeps the file open until it is closed.
+        held: Exit stack that keeps the file open. The tensors are valid until it is closed.
     """
     if divided_folder.is_folder(path):
         return divided_folder.opened(path, weights_only).read_whole()
@@ -99,13 +101,14 @@ def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str,
 def merged(
     snapshot: Snapshot, saved: Mapping[str, Any], parts: tuple[str, ...] | None, strict: bool
 ) -> tuple[dict[str, Any], LoadReport]:
-    """Return the current state with parts replaced from a file, and a report.
+    """Return the current state with some parts replaced by a file's parts, and a report of what did not fit.
 
     Args:
-        snapshot: The current state.
+        snapshot: Current state of the trainer.
         saved: Content of the file.
         parts: Parts to take from the file; None for only the models.
-        strict: True to take all weights, so that loading the state raises if one of them does not fit.
+        strict: True to take all weights, even unfitting ones, so that loading the returned state raises. False to take
+            only weights that fit.
 
     Raises:
         KeyError: The file lacks a part.
@@ -128,7 +131,7 @@ def merged(
 
 
 def _names_left_out(state: Mapping[str, Any]) -> list[Collection[str]]:
-    """Return the names of each model's weights that the state leaves out because `setup` recreates them."""
+    """Return, for each model, the names of frozen weights that the state omits because `setup` recreates them."""
     parts = state[REMADE]["parts"] if REMADE in state else ()
     return [parts[index] if index < len(parts) else () for index in range(len(state["models"]))]
 
@@ -151,7 +154,15 @@ def _part(saved: Mapping[str, Any], part: str) -> Any:
 def _take_models(
     own: list[Any], saved: Any, strict: bool, parts: tuple[str, ...], left_out: Sequence[Collection[str]]
 ) -> LoadReport:
-    """Replace the models' states in `own` by the saved states. Without `strict`, take only the weights that fit."""
+    """Replace the models' state dicts in `own` with the saved ones. Without `strict`, replace only weights that fit.
+
+    Args:
+        own: Current state dicts of the models, changed in place.
+        saved: State dicts of the models from the file.
+        strict: See `merged`.
+        parts: Parts to name in the report.
+        left_out: For each model, names that the report does not list as unexpected although the state omits them.
+    """
     if not isinstance(saved, list | tuple) or len(saved) != len(own):
         found = len(saved) if isinstance(saved, list | tuple) else f"a `{type(saved).__name__}` instead of"
         raise ValueError(f"The file holds {found} models, but the operator registered {len(own)}. Nothing was loaded.")

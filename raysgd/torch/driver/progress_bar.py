@@ -1,4 +1,4 @@
-"""The progress bar of `use_tqdm=True`: one bar for each call of `train`, with the labels of the old library.
+"""The progress bar of `use_tqdm=True`: one bar for each call of `train`, with labels like "1/5e" for epoch 1 of 5.
 
 In a terminal or a notebook, the bar is cleared when the epoch ends. In a log file, it is a single line at the end of
 the epoch.
@@ -19,7 +19,7 @@ from raysgd.core.numbers.results import CallProgress
 
 @contextmanager
 def epoch_bar(stream: Any = None) -> Iterator[Callable[[CallProgress], None]]:
-    """Show the progress of one epoch. Yields a function to call with each new progress.
+    """Show a progress bar during the `with` block. Yield a function that updates the bar.
 
     Args:
         stream: Stream to draw on. Default: standard error.

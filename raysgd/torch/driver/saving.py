@@ -1,4 +1,4 @@
-"""Saves and loads files of a `TorchTrainer`, in each format."""
+"""Saves a `TorchTrainer`'s state to files and loads it: checkpoint files, checkpoint folders, and safetensors files."""
 
 from __future__ import annotations
 
@@ -30,23 +30,31 @@ from raysgd.trainer.worker.state.replica_state import RESUME
 from raysgd.trainer.worker.state.state_checks import check_parts, check_progress
 
 Content = tuple[dict[str, Any], tuple[Any, ...], bool]
-"""A state to load: the shared state, each rank's own state, and True if the state is complete."""
+"""A state to load: the state that all ranks share, each rank's own state, and a flag.
+
+The flag is True if each current rank has its own state in it, so that the workers' state equals it after loading.
+"""
 
 
 def load_state(controller: ElasticController, state: dict[str, Any], held: ExitStack | None = None) -> None:
-    """Load a state that `state_dict` returned into the workers of a trainer. See `_load` for `held`.
+    """Load a state, which the trainer's `state_dict` returned, into all workers.
+
+    Args:
+        controller: Controller of the workers.
+        state: State to load.
+        held: Exit stack that keeps the state's file open, if its tensors are mapped from a file. See `_load`.
 
     Raises:
-        ValueError, KeyError: The state does not fit. The workers are unchanged.
+        ValueError, KeyError: The state does not fit the operator. The workers are unchanged.
     """
     _load(controller, _checked(controller, state, is_file=False), held)
 
 
 def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
-    """Load a snapshot of another trainer. The snapshot may be shared and is not changed.
+    """Load a snapshot of another trainer into all workers of this trainer. The snapshot is not changed.
 
     Raises:
-        ValueError, KeyError: The snapshot does not fit. The workers are unchanged.
+        ValueError, KeyError: The snapshot does not fit the operator. The workers are unchanged.
     """
     shared = snapshot.shared_state
     _check_parts(divided_state.outline(shared), controller.facts[0])
@@ -60,7 +68,11 @@ def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
 
 
 def _load_folder(controller: ElasticController, path: str, weights_only: bool) -> None:
-    """Load the checkpoint folder of sharded models. Workers with sharded models read the folder themselves."""
+    """Load a checkpoint folder, in which sharded models were saved.
+
+    If this trainer's models are sharded, too, each worker reads its shard from the folder. Otherwise, the driver reads
+    the full state and sends it.
+    """
     folder = divided_folder.opened(path, weights_only)
     if not controller.facts[0].is_sharded:
         _load(controller, _checked(controller, folder.read_whole(), is_file=True))
@@ -75,17 +87,18 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     check_progress(state["epoch"], state.get(RESUME))
     resume = dict(as_in_file(state).get(RESUME) or {})
     rank_states = _checked_rank_states(resume.pop(RNG, ()))
-    # A file saved by the same number of ranks is complete: after loading, it equals the workers' state.
+    # A file saved by the same number of ranks has each rank's own state, so it equals the workers' state after loading.
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 
 def _load(controller: ElasticController, content: Content, held: ExitStack | None = None) -> None:
-    """Load a state into all workers. No reference to `content` is kept.
+    """Load a state into all workers.
 
     Args:
         controller: Controller of the workers.
-        content: The state.
-        held: Keeps the state's file open. Closed once the state is copied, which raises if the file has changed.
+        content: State to load. No reference to it is retained.
+        held: Exit stack that keeps the state's file open. It is closed once the state is copied to the object store.
+            Closing it raises if the file was written to meanwhile.
     """
     whole, rank_states, is_complete = content
     if controller.ensure_group().is_driver_only:
@@ -134,13 +147,13 @@ def check_format(name: Any) -> None:
 def content_of(
     snapshot: Snapshot, weights_only: bool, file_format: FileFormat, frozen: EncodedState | None = None
 ) -> tuple[dict[str, Any], Writer]:
-    """Return the content of a file, as views of the snapshot, and the function that writes it.
+    """Return the content to write into a file, and the function that writes it. Tensors share the snapshot's memory.
 
     Args:
-        snapshot: The state.
+        snapshot: State to save.
         weights_only: True to reject content that could only be loaded by running code.
         file_format: Format of the file.
-        frozen: Frozen parameters that the state leaves out, to write them into the file; None to leave them out.
+        frozen: Frozen parameters that the snapshot omits, to include them in the file; None to omit them there, too.
 
     Raises:
         ValueError: A part of the state could not be loaded from the file.
@@ -156,7 +169,12 @@ def content_of(
 
 
 def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state, completed with the frozen parameters that it leaves out."""
+    """Return the state, completed with the frozen parameters that it omits.
+
+    Args:
+        state: State whose models, and perhaps criterion, lack their frozen parameters.
+        tensors: The frozen parameters, by name, of each model and then of the criterion.
+    """
     from raysgd.torch.objects.remade import completed
 
     models = [completed(*each) for each in zip(state["models"], tensors, strict=False)]
@@ -167,7 +185,12 @@ def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> d
 
 
 def save_folder(controller: ElasticController, checkpoint: Any, weights_only: bool) -> None:
-    """Make each worker write its part of the state into a folder.
+    """Save sharded models: let each worker write its shard into a checkpoint folder, then complete the folder.
+
+    Args:
+        controller: Controller of the workers.
+        checkpoint: Path of the folder.
+        weights_only: True to reject content that could only be loaded by running code.
 
     Raises:
         ValueError: A part of the state could not be loaded from the folder.
@@ -196,13 +219,13 @@ def load(
     """Load a file or a folder into all workers.
 
     Args:
-        checkpoint: Path or URI.
+        checkpoint: Path or URI of the file or folder.
         weights_only: True to reject content that could run code.
         parts: Parts of the state to load; None for all parts.
         strict: True if all weights must fit.
         controller: Controller of the workers.
-        saves: Records the file that was loaded.
-        take_snapshot: Returns the current state, from which the parts that are not loaded are kept.
+        saves: Bookkeeping of saved and loaded files, which is notified of this file.
+        take_snapshot: Returns the trainer's current state. Parts that are not loaded keep their values from it.
 
     Returns:
         A report if only parts were loaded; otherwise None.

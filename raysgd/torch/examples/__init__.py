@@ -1,1 +1,1 @@
-"""Example modules that user code imports. The scripts to run and to read are in the folder `examples`."""
+"""Example modules that existing user code imports. The repository's folder `examples` has scripts to run and read."""

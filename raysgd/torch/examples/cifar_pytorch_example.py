@@ -1,7 +1,7 @@
 """Trains a ResNet on CIFAR-10.
 
-Data: CIFAR-10 in its binary version, from `~/data/cifar-10-batches-bin`. Nothing is downloaded. In test mode, a few
-images of noise. Existing programs and tests import the names here.
+The data is CIFAR-10 in its binary version, from `~/data/cifar-10-batches-bin`. Nothing is downloaded. Test mode trains
+on a few images of random noise instead. Existing programs and tests import names from this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUM_TEST_IMAGES = 32
 
 
 def initialization_hook() -> None:
-    """Run in every worker before anything else. Makes NCCL ignore the loopback and Docker network interfaces."""
+    """Make NCCL ignore the loopback and Docker network interfaces. Runs in every worker before anything else."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "^lo,docker0")
 
 
@@ -72,7 +72,7 @@ def _load_data(config: dict[str, Any]) -> tuple[TensorDataset, TensorDataset]:
 
 
 def _read(files: list[Path]) -> TensorDataset:
-    """Read images, each stored as one byte for the label followed by three bytes per pixel."""
+    """Read CIFAR-10's binary files. An image is stored as one byte for the label and 32x32 bytes per color channel."""
     rows = np.concatenate([np.fromfile(file, dtype=np.uint8) for file in files]).reshape(-1, 1 + 3 * 32 * 32)
     images = torch.from_numpy(rows[:, 1:].reshape(-1, 3, 32, 32))
     return TensorDataset(images, torch.from_numpy(rows[:, 0].astype(np.int64)))
@@ -84,7 +84,7 @@ def train_cifar(
     """Train, validate after each epoch, print the metrics, and return those of the last validation.
 
     Args:
-        test_mode: True to train for one epoch on a few images of noise, as a smoke test.
+        test_mode: True to train for one epoch on a few images of random noise, as a smoke test.
         num_workers: Number of workers.
         use_gpu: True to give each worker a GPU.
         num_epochs: Number of epochs.

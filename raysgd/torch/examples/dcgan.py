@@ -1,7 +1,8 @@
 """Trains a DCGAN with a custom training step: two models and two optimizers.
 
-Data: MNIST in its original format, from `data_dir`. Nothing is downloaded. In test mode, a few images of noise.
-Existing programs and tests import the names here. `examples/dcgan.py` is an example to read.
+The data is MNIST in its original format, from `data_dir`. Nothing is downloaded. Test mode trains on a few images of
+random noise instead. Existing programs and tests import names from this module. For an example to read, see
+`examples/dcgan.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Scores how real images look, from 0 to 1."""
+    """Scores images from 0 (generated) to 1 (real)."""
 
     def __init__(self, features: int = 32) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ def _load_data(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_mnist_file(folder: Path, name: str) -> np.ndarray[Any, Any]:
-    """Read one of MNIST's files, gzipped or not, in the folder or any folder below it."""
+    """Read the MNIST file `name`, gzipped or not. It may be in `folder` or any subfolder."""
     found = sorted(path for ending in ("", ".gz") for path in folder.rglob(name + ending))
     if not found:
         raise FileNotFoundError(
@@ -163,8 +164,8 @@ def train_example(
     Args:
         num_workers: Number of workers.
         use_gpu: True to give each worker a GPU.
-        test_mode: True to train for one epoch on a few images of noise, as a smoke test.
-        data_dir: Folder of the MNIST files.
+        test_mode: True to train for one epoch on a few images of random noise, as a smoke test.
+        data_dir: Folder with the MNIST files.
     """
     config = {"lr": 0.0002, BATCH_SIZE: 16 if test_mode else 128, "test_mode": test_mode, "data_dir": data_dir}
     results: list[dict[str, Any]] = []

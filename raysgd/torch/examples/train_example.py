@@ -1,6 +1,6 @@
-"""Fits a line with creator functions. This is the older style, in which each creator is a function of the config.
+"""Fits a line with creator functions: the older API, in which functions create the model, optimizer and data.
 
-Existing programs and tests import the names here. For new code, subclass `raysgd.TrainingOperator`.
+Existing programs and tests import names from this module. For new code, subclass `raysgd.TrainingOperator`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SLOPE, _INTERCEPT = 2, 5
 
 
 class LinearDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points on the line `y = a * x + b`, without noise, with x evenly spaced from 0 to below 10.
+    """Points on the line `y = a * x + b`, without noise. The values of x are evenly spaced from 0 to 10 (exclusive).
 
     >>> LinearDataset(2, 5, size=10)[3]
     (tensor([3.]), tensor([11.]))
@@ -46,12 +46,12 @@ def model_creator(config: dict[str, Any]) -> torch.nn.Module:
 
 
 def optimizer_creator(model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
-    """Create plain gradient descent with learning rate `lr`, 0.01 by default."""
+    """Create an SGD optimizer with learning rate `lr`, 0.01 by default."""
     return torch.optim.SGD(model.parameters(), lr=config.get("lr", 1e-2))
 
 
 def scheduler_creator(optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> torch.optim.lr_scheduler.LRScheduler:
-    """Create a scheduler that reduces the learning rate by a tenth every five steps."""
+    """Create a scheduler that reduces the learning rate by 10% every five scheduler steps."""
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
 
 

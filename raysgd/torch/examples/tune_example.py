@@ -1,6 +1,6 @@
 """Tunes the learning rate for fitting a line with Ray Tune. Every trial is a `TorchTrainer`.
 
-Data: computed points on the line y = 2 x + 5. Existing programs and tests import the names here.
+The data is points on the line y = 2 x + 5. Existing programs and tests import names from this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEARNING_RATES = (1e-4, 1e-3)
 
 
 def get_custom_training_operator(lr_reduce_on_plateau: bool = False) -> type[TrainingOperator]:
-    """Create the operator class.
+    """Create an operator class that fits a linear layer.
 
     Args:
         lr_reduce_on_plateau: True for a `ReduceLROnPlateau` scheduler instead of a `StepLR`.
@@ -54,7 +54,7 @@ def _scheduler(optimizer: torch.optim.Optimizer, lr_reduce_on_plateau: bool) -> 
 
 
 def tune_example(operator_cls: type[TrainingOperator], num_workers: int = 1, use_gpu: bool = False) -> Any:
-    """Run the trials with a scheduler that the library steps. Return the best config.
+    """Run the trials, letting the trainer step the learning rate scheduler after each epoch. Return the best config.
 
     Args:
         operator_cls: A class that `get_custom_training_operator` returned.
@@ -67,7 +67,7 @@ def tune_example(operator_cls: type[TrainingOperator], num_workers: int = 1, use
 
 
 def tune_example_manual(operator_cls: type[TrainingOperator], num_workers: int = 1, use_gpu: bool = False) -> Any:
-    """Run the trials with a scheduler that each trial steps on the validation loss. Return the best config.
+    """Run the trials, letting each step the learning rate scheduler with its validation loss. Return the best config.
 
     Args:
         operator_cls: A class that `get_custom_training_operator(lr_reduce_on_plateau=True)` returned.

@@ -1,1 +1,1 @@
-"""Hosts a PyTorch operator in its worker: the steps of a call, and the state between calls."""
+"""Runs a user's PyTorch operator in a worker: its training steps, and reading and restoring its state."""

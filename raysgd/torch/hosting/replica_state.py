@@ -1,4 +1,7 @@
-"""Reads and loads the state of a PyTorch replica. Checks that a state fits before loading it."""
+"""Reads and restores the state of a replica, the PyTorch objects in one worker.
+
+Before a state is loaded, it is checked against the registered objects.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +46,19 @@ def _at(state: Any, path: Path_) -> Any:
 
 
 CRITERION = "criterion"  # key for the state of a criterion with parameters; files of the old library lack it
-REMADE = "remade"  # key for digests of the frozen parameters left out; see `raysgd.torch.objects.remade`
-# Keys in `RESUME` that only snapshots contain.
-TRAINED = "trained"  # the trained parts, if `rewrap` changed them since `setup`
-GRADIENTS = "gradients"  # gradients that no optimizer has used in a step yet
+REMADE = "remade"  # key for digests of frozen parameters that the state omits; see `raysgd.torch.objects.remade`
+# Keys in `RESUME`, the state's entry about progress. Only snapshots contain them; files do not.
+TRAINED = "trained"  # which parameters are trained, if `rewrap` changed that since `setup`
+GRADIENTS = "gradients"  # accumulated gradients that no optimizer has used in a step yet
 
 
 class TorchState(ReplicaState):
-    """Reads and replaces the state of models, optimizers, schedulers and the precision.
+    """Reads and replaces the state of models, optimizers, schedulers and mixed precision.
 
     Args:
         operator: Operator that registered these objects.
         parallel: Strategy that keeps the replicas in sync.
-        feed: The data of the replica.
+        feed: Data of the replica, whose position is part of the state.
         waiting: Returns the parameters whose gradients no optimizer has used in a step yet.
     """
 
@@ -84,7 +87,7 @@ class TorchState(ReplicaState):
         return parts
 
     def _without_remade(self, parts: dict[str, Any], remade: Any) -> dict[str, Any]:
-        """Return the parts with digests in place of the parameters that `setup` recreates."""
+        """Replace frozen parameters, which `setup` recreates, with digests of their values."""
         models = parts["models"]
         reduced = {**parts, "models": [remade.without(index, model) for index, model in enumerate(models)]}
         if CRITERION in parts:
@@ -92,7 +95,7 @@ class TorchState(ReplicaState):
         return {**reduced, REMADE: remade.record()}
 
     def remade_tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return the parameters that states leave out of each module, by name."""
+        """Return, for each module, the frozen parameters that states omit, by name."""
         remade = self._internals.remade
         return [] if remade is None else remade.tensors()
 
@@ -107,7 +110,7 @@ class TorchState(ReplicaState):
         return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Load gradients that no optimizer has used in a step. Checking the state has already applied `TRAINED`."""
+        """Load the gradients that no optimizer has used in a step. `TRAINED` was already applied by `_check_parts`."""
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
         for part, saved in zip(self.registered.trained, gradients, strict=True):
             for name, parameter in part.named_parameters():
@@ -144,7 +147,7 @@ class TorchState(ReplicaState):
         rng.restore(own)
 
     def read_parts(self) -> dict[str, Any]:
-        """Return the states of models, criterion and optimizers.
+        """Return the state dicts of the models, the criterion and the optimizers.
 
         If they are sharded, all ranks must call this together.
         """
@@ -174,10 +177,10 @@ class TorchState(ReplicaState):
         return self._internals.registered
 
     def room_for(self, outline: Mapping[str, Any], paths: Sequence[Path_]) -> dict[Path_, Any]:
-        """Return empty tensors to fill with this rank's shard of a state.
+        """Allocate tensors for this rank's shard of a state, which the caller fills.
 
         Args:
-            outline: The state, with tensors that have a shape but take no memory.
+            outline: Complete state with placeholder tensors, which have a shape but take no memory.
             paths: Paths of the tensors in the state.
 
         Raises:
@@ -187,7 +190,7 @@ class TorchState(ReplicaState):
         return {path: self._room_for_one(outline, path) for path in paths}
 
     def _room_for_one(self, outline: Mapping[str, Any], path: Path_) -> torch.Tensor:
-        """Return an empty tensor, sharded like its target: a parameter, or the parameter of an optimizer state."""
+        """Allocate one tensor, sharded like the parameter that it is loaded into or whose optimizer state it is."""
         wanted = _at(outline, path)
         part, *rest = path
         own: Any = None
@@ -196,7 +199,7 @@ class TorchState(ReplicaState):
             own = _named(self.registered.original_models[number], rest[1])
         elif part == CRITERION:
             own = _named(self.criterion, rest[0])
-        elif rest[1] == "state":  # the keys are indices of parameters
+        elif rest[1] == "state":  # an optimizer's state is keyed by the index of the parameter
             index = rest[2]
             groups = outline["optimizers"][number]["param_groups"], self.registered.optimizers[number].param_groups
             indices, parameters = ([each for group in one for each in group["params"]] for one in groups)
@@ -207,7 +210,7 @@ class TorchState(ReplicaState):
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
         resume = state.get(RESUME) or {}
-        if TRAINED in resume:  # a snapshot fits only after the optimizers have its groups
+        if TRAINED in resume:  # only then do the optimizers have the same parameter groups as the snapshot
             self._internals.follow_trained(resume[TRAINED])
         remade = self._remade_for(state)
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
@@ -223,10 +226,10 @@ class TorchState(ReplicaState):
             check_precision(precision.state_dict(), precision_state)
 
     def _remade_for(self, state: Mapping[str, Any]) -> Any:
-        """Return the record of the parameters that `setup` recreates; None without `remakes_frozen`.
+        """Return the object that tracks frozen parameters, which `setup` recreates; None without `remakes_frozen`.
 
         Raises:
-            ValueError: The state leaves out parameters, but the operator does not set `remakes_frozen`.
+            ValueError: The state omits frozen parameters, but the operator does not set `remakes_frozen`.
         """
         remade = self._internals.remade
         if remade is None and REMADE in state:
@@ -245,7 +248,7 @@ class TorchState(ReplicaState):
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
-        # Copy the states that schedulers and the precision store first, so that no copy can fail after a replacement.
+        # Copy the states that schedulers and precision retain before anything is replaced, because a copy may fail.
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
@@ -281,7 +284,7 @@ def _named(model: torch.nn.Module, name: Any) -> Any:
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without the entries that only snapshots contain."""
+    """Return a snapshot's state in the form in which files store it, without the keys that only snapshots contain."""
     resume = state.get(RESUME)
     if not isinstance(resume, Mapping):
         return dict(state)

@@ -1,4 +1,8 @@
-"""The loop over the steps of a training call. It can undo a step that was not completed."""
+"""Tracks the steps of a training call in one worker, and can undo a step that a failure interrupted.
+
+A boundary is a point between two steps, where the worker's state is the result of completed steps only. A leg is the
+part of a call that one group of workers runs.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +39,15 @@ _STEPPING_RUNGS = ("train_epoch", "train_batch", "backward", "optimizer_step")
 
 
 class _SinceBoundary:
-    """A log since the last boundary. At a boundary, the state is that of a completed step.
+    """Records what has happened since the last boundary between two steps.
 
     Args:
-        global_step: `global_step` of the operator at the boundary.
+        global_step: The operator's `global_step` at the boundary.
 
     Attributes:
-        global_step: The argument.
+        global_step: The operator's `global_step` at the boundary.
         stepped: IDs of the optimizers that have started to step.
-        waiting: Parameters that had gradients when the step started; None if no step has started.
+        waiting: Parameters with unused gradients when the current step started; None if no step has started.
     """
 
     def __init__(self, global_step: int) -> None:
@@ -52,20 +56,20 @@ class _SinceBoundary:
         self.waiting: list[torch.Tensor] | None = None
 
     def without_step(self, optimizers: Iterable[Any]) -> list[Any]:
-        """Return the optimizers that did not step."""
+        """Return the given optimizers that have not stepped since the boundary."""
         return [each for each in optimizers if id(each) not in self.stepped]
 
 
 class StepLoop(Loop):
-    """The steps of one operator. Hooks of its optimizers report when they start to step.
+    """Tracks the training steps of one operator. Hooks on its optimizers report when an optimizer starts to step.
 
-    A step counts only once the loop over the batches asks for the next batch and `note_boundary` is called. Until then,
-    `global_step` of the operator is ahead, and `return_to_boundary` can undo the step.
+    A step counts as completed once the training loop requests the next batch, which calls `note_boundary`. Until then,
+    the operator's `global_step` is one ahead, and `return_to_boundary` can undo the step.
 
     Args:
-        operator: The operator.
+        operator: Operator that trains.
         parallel: Strategy that keeps the replicas in sync.
-        feed: Provides the data.
+        feed: Provides the operator's data.
         undo: Copies the state that batches change; None if batches are never repeated after a failure.
     """
 
@@ -77,20 +81,20 @@ class StepLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
-        self._leg: Leg | None = None  # the last leg of the call
+        self._leg: Leg | None = None  # the call's current or last leg; None if it has none yet
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
-        self._works: dict[int, str] = {}  # names of the optimizers' steps in `GlobalRecord`, by ID
+        self._works: dict[int, str] = {}  # names for the optimizers' steps in `GlobalRecord`, by the optimizer's ID
         self._log = _SinceBoundary(0)
         self._not_stepped: list[Any] = []  # optimizers that did not step in the last step before the boundary
         self._keeps_gradients = needs_copies(operator) is not False  # True if gradients may persist across steps
         self._watches = undo is not None or self._keeps_gradients
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
-        self._has_own_gradients = False  # True if pending gradients were not averaged
-        self._has_exchanged = self._has_taken_steps = False  # in this call
+        self._has_own_gradients = False  # True if unused gradients exist that were not averaged over the ranks
+        self._has_exchanged = self._has_taken_steps = False  # whether this call has averaged gradients, or stepped
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
-            optimizer.register_step_pre_hook(self._note_step)  # after hooks of `setup`, which may raise
+            optimizer.register_step_pre_hook(self._note_step)  # runs after the user's hooks, which may raise
 
     @property
     def place(self) -> Leg:
@@ -118,7 +122,7 @@ class StepLoop(Loop):
     def is_whole(self) -> bool:
         """True if the state is that of a completed step, or can be restored to it."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
-            # Steps without an all-reduce let ranks diverge. The repeated call compares the ranks and raises.
+            # Without an all-reduce, the ranks' weights diverge. A repeated call compares the weights and raises.
             return False
         if self.undo is None or self._log.waiting is None:
             return not self._log.stepped
@@ -131,7 +135,7 @@ class StepLoop(Loop):
             self.undo.begin_batch(self._log.waiting)
 
     def note_exchange(self) -> None:
-        """Record that gradients were reduced over the ranks in the step."""
+        """Record that gradients were all-reduced in the current step."""
         if self.undo is not None:
             self.undo.note_exchange()
 
@@ -158,7 +162,10 @@ class StepLoop(Loop):
             self.undo.end_batch()
 
     def note_restored(self) -> None:
-        """Called after the state was replaced. Treats all existing gradients as not yet used in a step."""
+        """Discard the records about the replaced state. Called after a state was loaded.
+
+        All existing gradients are treated as not yet used in a step.
+        """
         self._has_own_gradients = self._has_taken_steps = False
         self._not_stepped = list(self._optimizers)
         if self.undo is not None:
@@ -191,7 +198,7 @@ class StepLoop(Loop):
         if leg is None:
             return None
         own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
-        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None  # includes a hang of user code
+        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None  # grows while user code hangs
 
     def plain(self, value: Any) -> Any:
         """Convert a tensor without dimensions to a number, and move any other tensor to the CPU."""
@@ -200,7 +207,7 @@ class StepLoop(Loop):
         return value
 
     def forget_time(self) -> None:
-        """Discard the measured time that this rank spent without waiting for other ranks."""
+        """Discard `own_s`, the measured time in which this rank did not wait for other ranks."""
         self._leg = None
 
     def begin_call(self) -> None:
@@ -214,7 +221,7 @@ class StepLoop(Loop):
     # ---------------------------------------------------------------------------------------- the steps of a call
 
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None) -> Leg:
-        """Create the `Leg` for a call, or for the rest of the call in a new group. `parallel.leg` holds it.
+        """Start a leg: a call, or the rest of the call after the worker group changed. The strategy stores it, too.
 
         Args:
             epoch_idx: Index of the epoch.
@@ -251,7 +258,11 @@ class StepLoop(Loop):
         return self._leg
 
     def _check_window(self, window: int) -> None:
-        """Reject steps of several batches with several optimizers, because each optimizer would need its own window."""
+        """Raise if an operator with several optimizers accumulates gradients, because each would have to count batches.
+
+        Args:
+            window: Number of batches for each optimizer step.
+        """
         most = self._operator._raysgd.context.settings.batch_options.micro_batch_size
         if window > 1 or most is not None:
             option = f"accumulate_grad_batches={window}" if window > 1 else "micro_batch_size"
@@ -270,7 +281,11 @@ class StepLoop(Loop):
         return LogicalShards(num_shards, internals.world.rank, internals.world.size, internals.registered.wrapped)
 
     def end_leg(self, leg: Leg, num_batches: int) -> None:
-        """End a leg. Step with the gradients of an incomplete window.
+        """End a leg. If gradients were accumulated for a step that is still due, take the step.
+
+        Args:
+            leg: Leg to end.
+            num_batches: Number of batches that the leg trained on.
 
         Raises:
             ValueError: Accumulation or clipping had no effect on the steps.
@@ -296,13 +311,13 @@ class StepLoop(Loop):
 def make_undo(
     operator: TrainingOperator, parallel: Strategy, undo: bool | None, world: World, ledger: Ledger | None = None
 ) -> Undo | None:
-    """Return the `Undo` of an operator; None if its batches are never repeated after a failure.
+    """Create the object that undoes interrupted steps of an operator; None if batches are never repeated.
 
     Args:
-        operator: The operator.
+        operator: Operator whose steps to undo.
         parallel: Strategy that keeps the replicas in sync.
-        undo: See `Recovery`.
-        world: Rank of this worker.
+        undo: The user's option `Recovery(undo=...)`.
+        world: Rank of this worker, and how many workers share its machine.
         ledger: Measures the time that copies take.
     """
     if parallel.obstacle is not None:
@@ -339,7 +354,7 @@ def make_undo(
 
 
 def needs_copies(operator: TrainingOperator) -> bool | None:
-    """Return True if all state must be copied before each batch, False if not; None if the first batch decides."""
+    """Return whether all state must be copied before each batch; None if that is decided at the first batch."""
     own = operator._needs_copies
     if own or len(operator._raysgd.registered.optimizers) > 1:
         return True
@@ -353,5 +368,5 @@ def _parameters_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def is_stock(operator: TrainingOperator, *names: str) -> bool:
-    """Return True if the operator overrides none of these methods, neither in its class nor on the object."""
+    """Return True if the operator overrides none of the named methods, neither in its class nor on the object."""
     return all(getattr(getattr(operator, name), "__func__", None) is getattr(TrainingOperator, name) for name in names)

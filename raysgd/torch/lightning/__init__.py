@@ -1,1 +1,1 @@
-"""What the library needs to know about a `LightningModule`."""
+"""Helpers of `LightningOperator`: call a `LightningModule`'s hooks, and collect the values that it logs."""

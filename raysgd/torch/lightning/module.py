@@ -1,4 +1,4 @@
-"""Inspects a `LightningModule`: its package, hooks and optimizers, the objects that it uses, and what is rejected."""
+"""Creates and inspects a `LightningModule`, calls its hooks, and provides replacements for its trainer and logger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
-PER_BATCH = ("step", "batch")  # intervals of schedulers; "batch" is raysgd's name for "step"
+PER_BATCH = ("step", "batch")  # values of a scheduler's "interval"; "batch" is raysgd's name for "step"
 PER_EPOCH = ("epoch",)
 NEVER_CALLED = {
     "on_train_end": "the library does not know when training has ended. Call the code of this hook in your program",
@@ -27,7 +27,7 @@ NEVER_CALLED = {
     "configure_callbacks": "Lightning's callbacks are not supported: use callbacks of `trainer.fit`",
     "configure_sharded_model": "use `configure_model`, and `TorchTrainer(strategy='fsdp')` to shard a model",
 }
-"""Training hooks that are never called, with advice. A module that overrides one of them gets a warning.
+"""Lightning hooks that raysgd never calls, with advice. Overriding one of them logs a warning.
 
 Tests compare this table with Lightning, and `docs/lightning.md` shows it to users.
 """
@@ -37,7 +37,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def lightning_base(module_cls: Any) -> type[Any]:
-    """Return the `LightningModule` that a class derives from, of `lightning` or `pytorch_lightning`.
+    """Return the class `LightningModule`, from `lightning` or `pytorch_lightning`, that `module_cls` derives from.
 
     Raises:
         TypeError: The class derives from neither.
@@ -50,14 +50,15 @@ def lightning_base(module_cls: Any) -> type[Any]:
 
 
 def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) -> Any:
-    """Create a module. Pass `config=config` if its constructor has this parameter; otherwise pass the config's entries.
+    """Create a module from the operator's config.
 
-    Each entry is passed to the parameter with its name. ADR 86 explains why.
+    If the constructor has a parameter `config`, it gets the config. Otherwise, each entry of the config is passed to
+    the parameter with its name. ADR 86 explains why.
 
     Args:
-        module_cls: The class.
-        config: The config of the operator.
-        says_so: True to log which entries the constructor gets, and which it does not.
+        module_cls: The user's module class.
+        config: Config of the operator.
+        says_so: True to log which entries the constructor gets, and which entries match no parameter.
 
     Raises:
         TypeError: The constructor needs a parameter that the config does not have.
@@ -82,7 +83,7 @@ def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) ->
 
 
 class LightningHooks:
-    """The methods of a module that Lightning's trainer calls."""
+    """Calls the methods of a module that Lightning's own trainer would call."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -105,9 +106,9 @@ class LightningHooks:
         """Call a method, if it exists, with as many arguments as it accepts.
 
         Args:
-            name: The method.
-            arguments: The method's arguments in Lightning 2. It may accept fewer.
-            by_name: Passed if the method has parameters with these names, as methods for Lightning 1 do.
+            name: Name of the method.
+            arguments: Positional arguments that Lightning 2 passes. The method may accept fewer.
+            by_name: Arguments that Lightning 1 passed. Each is passed only if the method has such a parameter.
         """
         method = getattr(self._module, name, None)
         if method is None:
@@ -122,31 +123,31 @@ class LightningHooks:
         return method(*arguments[:num_arguments], **{each: by_name[each] for each in names})
 
     def call_or(self, name: str, otherwise: Callable[[], Any]) -> None:
-        """Call a method if the user overrode it; otherwise call `otherwise`."""
+        """Call the method `name` if the user overrode it; otherwise call `otherwise`."""
         if self.overrides(name):
             self.call(name)
         else:
             otherwise()
 
     def part_of_package(self, name: str) -> Any:
-        """Return a submodule of the package that the module's base class comes from."""
+        """Import a submodule of the package that the module's base class comes from, such as `lightning.pytorch`."""
         return import_module(f"{self._base.__module__.removesuffix('.core.module')}.{name}")
 
 
 class TrainerStandIn(SimpleNamespace):
-    """The `self.trainer` of a module. It shows the state of the training but cannot control it."""
+    """Replaces Lightning's `Trainer` as a module's `self.trainer`. It has attributes to read but no control methods."""
 
     @classmethod
     def of(
         cls, world: World, device: torch.device, precision_plugin: Any, backward: Callable[..., None]
     ) -> TrainerStandIn:
-        """Create the stand-in for a replica.
+        """Create the object that a worker's module uses as its trainer.
 
         Args:
-            world: The rank and the number of ranks.
-            device: The device of the replica.
-            precision_plugin: Lightning's plugin, which can clip gradients.
-            backward: Called by `manual_backward`.
+            world: Rank of the worker, and the number of ranks.
+            device: Device of the worker's models.
+            precision_plugin: Lightning's precision plugin. The module uses it to clip gradients.
+            backward: Computes gradients. The module's `manual_backward` calls it.
         """
         flags = ("training", "validating", "testing", "predicting", "sanity_checking", "barebones")
         absent = ("progress_bar_callback", "gradient_clip_val", "gradient_clip_algorithm", "_results")
@@ -178,9 +179,9 @@ class TrainerStandIn(SimpleNamespace):
 
 
 class _NoLogger:
-    """The `self.logger` of a module.
+    """A module's `self.logger`. Accessing an attribute raises an error with advice.
 
-    It is false, as in Lightning without a logger. Its attributes raise with advice.
+    It is falsy, like a module's logger in Lightning when none is configured.
     """
 
     def __bool__(self) -> bool:
@@ -194,18 +195,18 @@ class _NoLogger:
 
 
 class SteppingOptimizer:
-    """The optimizer that hooks get. Its `step` does everything that belongs to a step in raysgd."""
+    """Wraps an optimizer for the module's hooks. `step` also averages, unscales and clips the gradients."""
 
     def __init__(self, optimizer: Any, step: Callable[[Any, Any], Any]) -> None:
         self.optimizer = optimizer
         self._step = step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step and return the closure's result."""
+        """Take a step, running `closure` first, and return the closure's result."""
         return self._step(self.optimizer, closure)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for `isinstance`, including Lightning's own checks
+    def __class__(self) -> Any:  # so that `isinstance` recognizes the optimizer's class, also in Lightning's checks
         return type(self.__dict__["optimizer"])
 
     def __getattr__(self, name: str) -> Any:
@@ -213,12 +214,17 @@ class SteppingOptimizer:
 
 
 def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """Call `run`, a step of `module`, inside the forward pass of the module's wrapper.
+    """Run a training step inside the forward pass of `DistributedDataParallel`, which then prepares the backward pass.
 
-    There, `DistributedDataParallel` prepares the backward pass. It gets only the loss, not the step's other results.
+    For this, the module's `forward` is replaced until the step starts.
+
+    Args:
+        wrapper: `DistributedDataParallel` that wraps the module.
+        module: The user's module.
+        run: Runs the training step and returns the loss.
 
     Returns:
-        The loss for the backward pass. None with manual optimization, where the backward pass is already done.
+        The loss for the backward pass. None with manual optimization, where the step has run the backward pass.
     """
     is_manual = not module.automatic_optimization
     own = {name: value for name, value in vars(module).items() if name == "forward"}
@@ -231,9 +237,9 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
         put_back()  # the step may call the real `forward`
         loss = run()
         if is_manual:
-            wrapper.require_backward_grad_sync = False  # each `manual_backward` has already prepared the wrapper
+            wrapper.require_backward_grad_sync = False  # `manual_backward` has already prepared each backward pass
             return None
-        return _no_loss(wrapper, module) if loss is None else loss  # other ranks wait for this rank's gradients
+        return _no_loss(wrapper, module) if loss is None else loss  # other ranks wait for gradients from this rank
 
     vars(module)["forward"] = in_place_of_forward
     try:
@@ -246,16 +252,20 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
 
 
 def _no_loss(wrapper: Any, module: torch.nn.Module) -> torch.Tensor:
-    """Return a loss with zero gradients that uses no more parameters than necessary."""
+    """Return a loss whose gradients are zero, so that this rank can take part in the all-reduce without a loss."""
     used = [each for each in module.parameters() if each.requires_grad]
-    # With `find_unused_parameters`, a zero gradient would count as a gradient, even if other ranks have none.
+    # With `find_unused_parameters`, one parameter is enough. Others keep no gradient if no rank has one for them.
     if getattr(wrapper, "find_unused_parameters", False):
         used = used[:1]
     return torch.stack([(each * 0).sum() for each in used]).sum()
 
 
 def one_loader(given: Any, name: str) -> Any:
-    """Return the loader, which may be given directly or as the only item of a list or dict.
+    """Return the loader in `given`: the loader itself, or a list or dict with only this loader.
+
+    Args:
+        given: What the user passed, or what the module's hook returned.
+        name: Name of the argument or hook, for errors.
 
     Raises:
         ValueError: Several loaders are given.
@@ -269,7 +279,7 @@ def one_loader(given: Any, name: str) -> Any:
 
 
 def optimizers_and_schedulers(returned: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Parse the result of `configure_optimizers`, in any of its forms.
+    """Parse what a module's `configure_optimizers` returned, in any of the forms that Lightning allows.
 
     Returns:
         The optimizers, and a complete dict for each scheduler: `scheduler`, `interval`, `frequency`, `monitor`,
@@ -324,11 +334,11 @@ def _is_optimizer(part: Any) -> bool:
 
 
 def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
-    """Log which hooks of a module have no effect.
+    """Log a warning for each hook that a module overrides although raysgd never calls it.
 
     Args:
-        hooks: The hooks of the module.
-        name: Name of the module's class.
+        hooks: Hooks of the module.
+        name: Name of the module's class, for the message.
     """
     for hook, advice in NEVER_CALLED.items():
         if hooks.has(hook) and hooks.overrides(hook):
@@ -336,11 +346,11 @@ def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
 
 
 def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
-    """Check that optimizers can train as the module defines.
+    """Check that raysgd supports the module's optimizers.
 
     Raises:
-        ValueError: Several optimizers are given, and it is unclear when each steps. Or an optimizer computes gradients
-            itself.
+        ValueError: There are several optimizers, but with automatic optimization it is unclear when each steps. Or an
+            optimizer is `LBFGS`, which computes gradients itself.
     """
     name = type(module).__name__
     if len(optimizers) > 1 and module.automatic_optimization:

@@ -1,4 +1,4 @@
-"""The metrics of a `LightningModule`'s epoch: the results of its steps, and the values that it logs."""
+"""Collects an epoch's metrics from a `LightningModule`: what its steps return, and what it logs with `self.log`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}
 
 
 class EpochValues:
-    """The metrics of one epoch.
+    """Collects the metrics of one epoch.
 
     Args:
-        loss_name: Name of the metric for a loss.
-        keeps_outputs: True if the steps' outputs are needed at the end of the epoch.
+        loss_name: Name under which the loss is reported, such as "train_loss".
+        keeps_outputs: True to store the steps' outputs, because a hook needs them at the end of the epoch.
 
     Attributes:
-        outputs: The steps' outputs, if they are needed.
-        of_batch: Values that were logged in the current batch.
+        outputs: Outputs of the steps so far; empty without `keeps_outputs`.
+        of_batch: Values that the module logged in the current batch.
     """
 
     def __init__(self, loss_name: str, keeps_outputs: bool) -> None:
@@ -37,25 +37,28 @@ class EpochValues:
         self._aggregates: dict[str, Any] = {}
 
     def begin_batch(self, is_counted: bool = True) -> None:
-        """Assign the values that follow to a new batch. Drop them if the batch does not count."""
+        """Assign values that are logged from now on to a new batch.
+
+        They are discarded if `is_counted` is False, for a batch that is only padding.
+        """
         self.of_batch = {}
         self._is_in_batch, self._is_counted = True, is_counted
 
     def begin_values_of_epoch(self) -> None:
-        """Assign the values that follow to the epoch as a whole."""
+        """Assign values that are logged from now on to the epoch instead of a batch."""
         self._is_in_batch, self._is_counted = False, True
 
     def metrics_of(self, output: Any) -> dict[str, Any]:
-        """Return the metrics of the current batch."""
+        """Return the metrics of the current batch: numbers in the step's output, and values that the module logged."""
         if self._keeps_outputs and self._is_counted and output is not None:
             self.outputs.append(output)
         return {**numbers_in(output, self.loss_name), **self.of_batch}
 
     @contextmanager
     def listening_to(self, module: Any) -> Iterator[None]:
-        """Context in which calls of the module's `self.log` and `self.log_dict` are received."""
+        """Receive the values that the module passes to `self.log` and `self.log_dict` during the `with` block."""
 
-        # Functions instead of methods, so that a copy of the module does not copy this object as well.
+        # Plain functions, because deep-copying a module with bound methods of this object would copy the object, too.
         def log(
             name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
         ) -> None:
@@ -97,7 +100,12 @@ class EpochValues:
         return self._aggregates[name]
 
     def summary(self, meters: AverageMeterCollection, fresh: AverageMeterCollection) -> MetricSummary:
-        """Return the averages over the batches, and the values that were logged once for the epoch."""
+        """Return the epoch's metrics: averages over the batches, and values that were logged once for the epoch.
+
+        Args:
+            meters: Meters with the metrics of the batches.
+            fresh: Unused meters, for the values logged once.
+        """
         batches = meters.summary()
         if not self._of_epoch:
             return batches
@@ -108,7 +116,13 @@ class EpochValues:
 
 
 def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | float) -> dict[str, Any]:
-    """Return the result of an epoch that the module's hook `name` computed, weighted by `num_samples`.
+    """Convert what an epoch-end hook returned to a dict of metrics.
+
+    Args:
+        name: Name of the hook, for errors.
+        returned: What the hook returned.
+        loss_name: Name of the metric if the hook returned only a tensor.
+        num_samples: Weight of this worker's metrics in the average over the workers.
 
     Raises:
         TypeError: The result is neither a tensor nor a dict.
@@ -145,7 +159,7 @@ def detached(output: Any) -> Any:
 
 
 def numbers_in(output: Any, loss_name: str) -> dict[str, Any]:
-    """Return the numeric values in a step's output. A loss is also returned under the name that operators use."""
+    """Return the numeric values in a step's output by name. The loss is also returned under `loss_name`."""
     if isinstance(output, torch.Tensor):
         return {loss_name: output}
     if not isinstance(output, Mapping):
@@ -162,14 +176,14 @@ _KEY = "raysgd_progress"
 
 
 class LightningProgress:
-    """Counts optimizer steps, whose number may differ from that of batches, and the batches since the epoch started.
+    """Counts optimizer steps, whose number may differ from the number of batches, and the current epoch's batches.
 
     Args:
-        counts_batches: True if a scheduler depends on the number of batches in an epoch. Only then do states contain
-            it.
+        counts_batches: True if a scheduler depends on the number of batches since the epoch started. Only then is this
+            number saved in states.
 
     Attributes:
-        num_steps: Number of optimizer steps, which is Lightning's global step.
+        num_steps: Number of optimizer steps, which Lightning calls the global step.
     """
 
     def __init__(self, counts_batches: bool) -> None:
@@ -180,8 +194,13 @@ class LightningProgress:
         self._began_at = 0
 
     def begin_call(self, epoch: int, num_batches: int) -> None:
-        """Start a call in an epoch, after `num_batches` batches in total. An epoch may take several calls."""
-        if num_batches != self._num_batches:  # the state belongs to another training
+        """Start a call of `train`. An epoch may take several calls.
+
+        Args:
+            epoch: Index of the epoch.
+            num_batches: Number of batches trained before the call, in all epochs.
+        """
+        if num_batches != self._num_batches:  # the operator's state was replaced, so the counts are outdated
             self._ahead, self._epoch = 0, None
         self.num_steps = num_batches + self._ahead
         if epoch != self._epoch:
@@ -196,16 +215,16 @@ class LightningProgress:
         self._num_batches, self._ahead = num_batches, self.num_steps - num_batches
 
     def batches_of_epoch(self, num_batches: int) -> int:
-        """Return how many of `num_batches` batches belong to the current epoch."""
+        """Return how many of the `num_batches` batches trained in all epochs belong to the current epoch."""
         return num_batches - self._began_at
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts that a new worker cannot infer from the number of batches. May be empty."""
+        """Return the counts to save. Empty if they can be computed from the total number of batches."""
         if not self._ahead and not (self._counts_batches and self._num_batches):
             return {}
         return {_KEY: [self._num_batches, self._ahead, self._epoch, self._began_at]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned. An empty state comes from a module that had nothing to count."""
+        """Load a state that `state_dict` returned. An empty state means one step per batch so far."""
         default = (self._num_batches, 0, self._epoch, self._began_at)
         self._num_batches, self._ahead, self._epoch, self._began_at = state.get(_KEY, default)

@@ -1,4 +1,4 @@
-"""The blocks of a large model, and recomputing their activations in the backward pass.
+"""Finds the blocks of a large model, and lets the backward pass recompute their activations to save memory.
 
 A block is an element of a `ModuleList` or `Sequential` that has parameters: a layer of a transformer, or a stage of a
 convolutional network. Only the outermost elements count, so blocks are never nested.
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.Module]:
     """Return the distinct blocks of `model` that have at least `min_parameters` parameter elements.
 
-    Leaves out a block that shares a parameter with a module outside of the block, or that occurs twice.
+    A block that occurs twice, or that shares a parameter with a module outside of the block, is omitted.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
@@ -60,10 +60,10 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def checkpoint_activations(model: torch.nn.Module) -> int:
-    """Make the blocks of `model` recompute their activations in the backward pass. Return the number of these blocks.
+    """Let the blocks of `model` recompute their activations in the backward pass. Return the number of changed blocks.
 
-    Keys of the model's state dict do not change. A block with a batch norm is not changed, because computing it twice
-    would count each batch twice in the running statistics.
+    Keys of the model's state dict do not change. A block with a batch norm is not changed, because running it twice
+    would update its running statistics twice for each batch.
     """
     blocks = [block for block in blocks_of(model) if not any(map(_is_batch_norm, block.modules()))]
     for block in blocks:

@@ -1,8 +1,9 @@
-"""PyTorch's losses as criteria: how they interpret outputs, over which labels they average, and the accuracy.
+"""Observes calls of PyTorch's losses, to weight batches by their labels and to compute the accuracy.
 
-Outputs alone do not show which dimension contains the classes. Scores of shape `(samples, 5, 5)` may have five classes
-in either dimension, and a single number per sample may be a logit, a probability or a value. PyTorch's losses define
-this, so calls of them are observed. For other criteria, the shapes decide, if only one interpretation fits.
+The accuracy cannot be computed from outputs alone. Scores of shape `(samples, 5, 5)` may have five classes in either
+dimension, and a single number per sample may be a logit, a probability or a value. Each PyTorch loss interprets outputs
+in one of these ways, so knowing which loss was called answers the question. For other criteria, the shapes are
+compared. If they fit more than one interpretation, the accuracy is unknown.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ class LossCall(NamedTuple):
 
     Attributes:
         reading: How the loss interprets the output.
-        output: The output of the model.
-        target: The target.
-        result: The result of the loss.
-        ignored: The label that does not count; None if the loss ignores no label.
-        amount: Divisor of the mean: a number, or a tensor on a GPU; None for the number of samples.
+        output: Model output that was passed to the loss.
+        target: Target that was passed to the loss.
+        result: What the loss returned.
+        ignored: Label that the loss ignores (`ignore_index`); None if it cannot ignore labels.
+        amount: Sum of the labels' weights, by which the loss divided: a number, or a tensor if it is on a GPU. None if
+            the loss divided by the number of samples.
         num_labels: Number of labels, if all labels have equal weight; otherwise None.
     """
 
@@ -51,12 +53,12 @@ class LossCall(NamedTuple):
 
     @property
     def counting(self) -> torch.Tensor | None:
-        """Mask of the labels that count; None if the loss ignores no label."""
+        """Mask that is False for ignored labels; None if the loss cannot ignore labels."""
         return None if self.ignored is None else self.target != self.ignored
 
     @property
     def is_uneven(self) -> Any:
-        """True if labels have different weights in the mean. A tensor if only the device knows."""
+        """True if labels have different weights in the mean, or some are ignored. It is a tensor if `amount` is one."""
         return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
 
@@ -68,7 +70,7 @@ class _Loss(NamedTuple):
     counts_labels: bool = False
 
 
-_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # in newer versions; its input is features instead of scores
+_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # only in newer PyTorch; takes features instead of scores
 _LOSSES: dict[Any, _Loss] = {
     called: _Loss(*loss)
     for module, function, *loss in (
@@ -90,11 +92,11 @@ _LOSSES: dict[Any, _Loss] = {
     for called in (module.forward, function)
     if called is not None
 }
-"""Known losses, by callable: a module's `forward`, which subclasses inherit, or a function."""
+"""Known losses. The key is a function, or the `forward` of a loss module, which subclasses inherit."""
 
 
 class LossCalls:
-    """Notifies listeners of calls of PyTorch losses in a criterion, or of the criterion itself."""
+    """Notifies listeners when a criterion, or a module inside of it, that is a PyTorch loss is called."""
 
     def __init__(self) -> None:
         self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # (listener, `only_labels`)
@@ -102,12 +104,12 @@ class LossCalls:
 
     @contextmanager
     def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
-        """Context in which a listener is notified of all calls.
+        """Notify a listener of all calls during the `with` block.
 
         Args:
-            criterion: The criterion.
-            listener: Called with each call of a loss.
-            only_labels: True to report only losses that may ignore labels.
+            criterion: Criterion that is or contains a loss.
+            listener: Function that gets a `LossCall` for each call of a loss.
+            only_labels: True to report only losses that average over labels, such as `CrossEntropyLoss`.
         """
         before, takes_hooks, handles = self._hooked, _takes_hooks(criterion), []
         for part in criterion.modules() if takes_hooks else ():
@@ -126,7 +128,10 @@ class LossCalls:
                 handle.remove()
 
     def call(self, criterion: Any, output: Any, target: Any) -> Any:
-        """Call a criterion and notify listeners, even if the criterion cannot have hooks."""
+        """Call a criterion, notify listeners, and return the loss.
+
+        This also works for criteria that do not support forward hooks, such as functions.
+        """
         result = criterion(output, target)
         if criterion is not self._hooked and self._listeners:
             whole = getattr(criterion, "_orig_mod", criterion)
@@ -144,12 +149,12 @@ def counts_labels(criterion: Any) -> bool:
 
 
 def ignored_by(criterion: Any) -> int:
-    """Return the label that a criterion ignores, or PyTorch's default value."""
+    """Return the label that a criterion ignores (`ignore_index`), or PyTorch's default if it has no such setting."""
     return _settings(criterion)[0]
 
 
 def refuse_sum(criterion: Any) -> None:
-    """Reject a criterion with `reduction="sum"`, because the default step averages over workers and batches."""
+    """Raise `ValueError` for a criterion with `reduction="sum"`, because gradients are averaged over batches."""
     if _settings(criterion)[1] == "sum":
         raise ValueError(
             'the registered criterion has `reduction="sum"`, but gradients are averaged over the batches of a step, so '
@@ -160,23 +165,23 @@ def refuse_sum(criterion: Any) -> None:
 
 
 def in_host(number: torch.Tensor) -> Any:
-    """Return the number if it is in host memory. Otherwise return the tensor, to avoid waiting for a device."""
+    """Convert a tensor in host memory to a number. Return a tensor on a device as it is, to avoid waiting for it."""
     return number.item() if number.device.type == "cpu" else number
 
 
 def are_classes(target: Any) -> TypeGuard[torch.Tensor]:
-    """Return True if a target may contain class numbers. Floats are values or probabilities."""
+    """Return True if a target may contain class numbers, that is, if it is a tensor of integers or bools."""
     return isinstance(target, torch.Tensor) and not target.is_floating_point() and not target.is_complex()
 
 
 def _takes_hooks(criterion: Any) -> bool:
-    """Return True if the criterion is a module that can be hooked without being recompiled."""
+    """Return True if the criterion is a module that is not compiled. Hooks on a compiled module would recompile it."""
     is_compiled = hasattr(criterion, "_orig_mod") or getattr(criterion, "_compiled_call_impl", None) is not None
     return isinstance(criterion, torch.nn.Module) and not is_compiled
 
 
 def _known(part: Any) -> _Loss | None:
-    """Return the `_Loss` of a known loss; None for other criteria, such as subclasses that override `forward`."""
+    """Return a criterion's entry in `_LOSSES`; None if it has none, such as a subclass that overrides `forward`."""
     key = type(part).forward if isinstance(part, torch.nn.Module) else part.func if isinstance(part, partial) else part
     return _LOSSES.get(key) if callable(key) else None
 
@@ -189,7 +194,16 @@ def _tell(
     kwargs: dict[str, Any],
     result: Any,
 ) -> None:
-    """Notify a listener of a call. Count the labels in the call, weighted by class weights if the loss has them."""
+    """Notify a listener of a call, with the sum of the labels' weights if the loss averages over labels.
+
+    Args:
+        listener: Function to notify.
+        loss: Entry of `_LOSSES` for the loss.
+        part: Loss that was called.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        result: What the loss returned.
+    """
     output = args[0] if args else kwargs.get("input")
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if not loss.counts_labels or not are_classes(target):
@@ -206,14 +220,14 @@ def _tell(
         amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
         listener(LossCall(loss.reading, output, target, result, ignored, amount))
         return
-    # Computing the minimum takes a fifth of the time of counting, and most batches contain no ignored label.
+    # Most batches contain no ignored label. The minimum shows this in a fifth of the time that counting takes.
     are_all_classes = ignored < 0 and num_labels > 0 and target.is_cpu and target.min().item() >= 0
     amount = num_labels if are_all_classes else in_host((target != ignored).sum())
     listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
 
 
 def _settings(criterion: Any) -> tuple[int, Any, Any]:
-    """Return the ignored label, the reduction, and the class weights of a criterion. The last two may be None."""
+    """Return a criterion's ignored label, its reduction, and its class weights. The last two are None if not set."""
     if isinstance(criterion, partial):
         ignored, reduction, weight = map(criterion.keywords.get, ("ignore_index", "reduction", "weight"))
     else:
@@ -242,11 +256,11 @@ def accuracy(
     Labels that the criterion ignores do not count.
 
     Args:
-        output: The output of the model.
-        target: The target in the batch.
-        comparisons: Calls of PyTorch losses in the criterion.
-        weight: Weight of the batch, if user code sets it.
-        ignored: The label that the user's criterion ignores.
+        output: Output of the model for a batch.
+        target: Target in the batch.
+        comparisons: Calls of PyTorch losses that computed the batch's loss. They show how to interpret the output.
+        weight: Weight of the batch, if the user's `forward` returned one.
+        ignored: Label that the user's criterion ignores.
 
     Returns:
         An `Accuracy` of numbers or one-element tensors; None if it is unclear how to interpret the outputs.
@@ -257,12 +271,15 @@ def accuracy(
         return _as_read(comparisons[0])
     if not isinstance(output, torch.Tensor) or not are_classes(target):
         return Accuracy()
-    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # class numbers are not negative
+    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # negative numbers are not classes
     return None if found is not None and _leaves_out(weight, found, len(target)) else found
 
 
 def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
-    """Return True if a weight seems to count labels, but not all. Then it is unknown which labels are ignored."""
+    """Return True if a batch's weight looks like a number of labels, but smaller than the number of labels found.
+
+    The user's code then ignores some labels, but it is unknown which.
+    """
     if weight is None or found.num_labels is None:
         return False
     number = float(weight)
@@ -270,7 +287,7 @@ def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
 
 
 def known(found: Accuracy | None, once: Once, *, says_so: bool) -> Accuracy:
-    """Replace an unknown accuracy by NaN. Warn about it once, on the worker with `says_so`."""
+    """Return the accuracy `found`, or NaN if it is None. For None, a warning is logged once if `says_so` is True."""
     if found is not None:
         return found
     if once.is_first("accuracy") and says_so:
@@ -307,7 +324,7 @@ def _by_shapes(output: torch.Tensor, target: torch.Tensor, counting: torch.Tenso
 
 
 def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
-    """Return True if there is a target for each position when the classes are in dimension `dim`."""
+    """Return True if the target has the shape of the output without dimension `dim`, ignoring dimensions of size 1."""
     places = [size for index, size in enumerate(output.shape) if index != dim]
     return [size for size in places if size != 1] == [size for size in target.shape if size != 1]
 
@@ -323,7 +340,7 @@ def _largest(output: torch.Tensor, target: torch.Tensor, dim: int, counting: tor
 
 
 def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> Accuracy:
-    """Compute the binary accuracy. NaN if a target is between 0 and 1, for which no prediction is right or wrong."""
+    """Compute the binary accuracy. Outputs above `threshold` predict 1. It is NaN if a target is not exactly 0 or 1."""
     found = _of(((output > threshold) == (target > 0.5)).sum(), target.numel())
     are_certain = ((target == 0) | (target == 1)).all()
     return found._replace(share=torch.where(are_certain, found.share, math.nan))

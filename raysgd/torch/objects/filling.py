@@ -1,9 +1,10 @@
 """Allocates and initializes models that are on PyTorch's meta device, all at once or part by part.
 
-The values come from the modules' `reset_parameters`, as for PyTorch's own modules. Tensors stay the same objects, so
-optimizers that were created before step the right tensors.
+Tensors on the meta device have shapes but no memory. Their values are set by the `reset_parameters` of the modules, as
+PyTorch's own modules do during construction. Tensors stay the same Python objects, so optimizers created earlier still
+refer to them.
 
-ADR 92 explains why a model may have no values.
+ADR 92 explains why users may register a model on the meta device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from raysgd.core.private_names import require_names
 from raysgd.exceptions import InvalidRegistrationError
 
-_RESETS = ("reset_parameters", "_reset_parameters")  # the latter in PyTorch's attention modules
+_RESETS = ("reset_parameters", "_reset_parameters")  # PyTorch's attention modules use the latter name
 
 
 def is_empty(model: torch.nn.Module) -> bool:
@@ -29,15 +30,15 @@ def fill(part: torch.nn.Module, device: torch.device) -> None:
     """Allocate and initialize the tensors of a model or a part of a model that are on the meta device.
 
     Args:
-        part: The model or the part. Its other tensors are moved to the device, unless they are sharded.
-        device: The device to allocate the tensors on.
+        part: Model or submodule. Its tensors that already have memory are moved to the device, unless they are sharded.
+        device: Device on which to allocate the tensors.
 
     Raises:
         InvalidRegistrationError: A module does not initialize one of its tensors.
     """
     empty = [(module, list(_empty(module))) for module in part.modules()]
     for tensor in chain.from_iterable(tensors for _, tensors in empty):
-        if tensor.is_meta:  # a shared tensor may already be filled
+        if tensor.is_meta:  # false for a tensor that several modules share and that was allocated before
             torch.utils.swap_tensors(tensor, _room_like(tensor, device))
     for module, tensors in reversed(empty):  # submodules first, as during construction
         if tensors:
@@ -72,7 +73,7 @@ def _empty(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _room_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Allocate memory for a tensor, filled so that a later write can be detected."""
+    """Allocate memory for a meta tensor. Floats are filled with NaN, so that missing initialization can be detected."""
     room = torch.empty_like(tensor, device=device, requires_grad=False)
     if room.is_floating_point() or room.is_complex():
         room.fill_(float("nan"))
@@ -104,5 +105,5 @@ def _reset(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
 
 def _is_untouched(tensor: torch.Tensor, version: int) -> bool:
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-        return bool(tensor.isnan().all())  # writing to `tensor.data` does not change the version
+        return bool(tensor.isnan().all())  # the version would miss writes through `tensor.data`
     return bool(tensor.numel()) and tensor._version == version

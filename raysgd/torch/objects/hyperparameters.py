@@ -1,8 +1,8 @@
-"""Hyperparameters of optimizers after a config change: a saved state has old values, and a config has new values.
+"""Sets optimizers' hyperparameters after a state was loaded or the config changed.
 
-A loaded state restores the momenta and the position in the schedule, but the hyperparameters are those that `setup`
-chose. If `config["lr"]` changes later, learning rates that came from it are updated. A new learning rate scales the
-whole schedule.
+Loading a state restores the optimizers' momenta and the position in the learning rate schedule. The hyperparameters,
+however, are those that the operator's `setup` chose, not the saved ones. If `config["lr"]` changes later, learning
+rates that came from it are updated. A new learning rate scales the entire schedule.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 Hyperparameters = Sequence[Mapping[str, Any]]
-"""The hyperparameters of one optimizer: for each parameter group, values by name."""
+"""Hyperparameters of one optimizer: for each parameter group, values by name."""
 
-_RATE, _FIRST_RATE, _HIGHEST_RATE = "lr", "initial_lr", "max_lr"  # `max_lr` is from `OneCycleLR`
+_RATE, _FIRST_RATE, _HIGHEST_RATE = "lr", "initial_lr", "max_lr"  # `OneCycleLR` sets `max_lr`
 _RATES = frozenset({_RATE, _FIRST_RATE, _HIGHEST_RATE, "min_lr"})
 _CYCLED = frozenset({"momentum", "betas"})
-_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # of PyTorch's schedulers that do more than scale the initial rate
+_OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # absolute rates of schedulers, which a new initial rate does not scale
 
 
 def note_first_rates(schedulers: Iterable[Any]) -> None:
-    """Store the initial rates of schedules, so that later cuts can be recognized.
+    """Store each parameter group's initial learning rate in the group, unless the scheduler has done so.
 
-    `ReduceLROnPlateau` itself does not store them.
+    `ReduceLROnPlateau` does not. Without it, it would be unknown by how much the scheduler has reduced the rate.
     """
     for scheduler in schedulers:
         for group in _groups_of(scheduler, ()):
@@ -35,7 +35,7 @@ def note_first_rates(schedulers: Iterable[Any]) -> None:
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """Return the hyperparameters of optimizers, with an empty list for an optimizer without parameter groups."""
+    """Return the current hyperparameters of each optimizer, an empty list for one without parameter groups."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 
@@ -50,15 +50,15 @@ def _is_plain(value: Any) -> bool:
 
 
 def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], schedulers: Iterable[Any]) -> None:
-    """Set the hyperparameters of optimizers. A new initial rate scales the rates of the schedule, now and later.
+    """Set hyperparameters of optimizers. A new initial learning rate scales the current and future scheduled rates.
 
     Args:
-        read_before: Hyperparameters of these optimizers, from `read`.
-        optimizers: The optimizers.
-        schedulers: The schedulers of their learning rates.
+        read_before: Hyperparameters to set, which `read` returned earlier for these optimizers.
+        optimizers: Optimizers to change.
+        schedulers: Schedulers of the optimizers' learning rates.
 
     Raises:
-        ValueError: It is unknown how a schedule adapts to a new rate. Nothing is changed.
+        ValueError: A scheduler does more than scale the initial rate, so it cannot adapt. Nothing is changed.
     """
     moves = [
         (group, _moved(before, group))
@@ -73,14 +73,15 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
 
 
 def follow(chosen: Sequence[Hyperparameters], rate: Any, before: Any) -> list[Hyperparameters]:
-    """Return the learning rates that `setup` would have chosen with another `config["lr"]`, for `apply`.
+    """Return the learning rates that `setup` would have chosen with another `config["lr"]`, to pass to `apply`.
 
-    A rate comes from the config if it equals the config's previous value or, on a new worker, the new value.
+    A rate is assumed to come from the config if it equals the config's previous value. On a new worker, whose `setup`
+    ran with the changed config, it equals the new value.
 
     Args:
-        chosen: The result of `read` after `setup`.
-        rate: The new value.
-        before: The previous value.
+        chosen: Hyperparameters that `read` returned after `setup`.
+        rate: New value of `config["lr"]`.
+        before: Previous value of `config["lr"]`.
 
     Raises:
         ValueError: The new value is not a valid learning rate.
@@ -111,13 +112,13 @@ def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in after.items() if name in before and before[name] != value}
-    if not found.keys().isdisjoint(_RATES):  # scaling a schedule needs all rates
+    if not found.keys().isdisjoint(_RATES):  # `apply` needs all rates to scale a schedule
         found.update({name: after[name] for name in _RATES if name in after})
     return found
 
 
 def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return the hyperparameters that `setup` chose, updated with new values."""
+    """Return the hyperparameters in `chosen`, with the values in `new` replacing those of the same name."""
     return [
         [{**group, **numbers} for group, numbers in zip(groups, others, strict=True)]
         for groups, others in zip(chosen, new, strict=True)
@@ -125,7 +126,7 @@ def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -
 
 
 def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[], None]:
-    """Return a function that restores all current hyperparameters."""
+    """Record the current hyperparameters and schedulers' states. Return a function that restores them."""
     groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     numbers = [_plain(group) for group in groups]
     states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
@@ -140,7 +141,10 @@ def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[
 
 
 def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the previous values, except that scheduled rates stay at the group's position in the schedule."""
+    """Return the values of `before` to set in a parameter group.
+
+    A scheduled learning rate is not reset. It is scaled by the ratio of the initial rates in `before` and in the group.
+    """
     moved = {name: value for name, value in before.items() if name in group}
     first, new = group.get(_FIRST_RATE), before.get(_FIRST_RATE)
     if new is not None and _RATE in group:
@@ -157,7 +161,11 @@ def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
 
 
 def _following(schedulers: Iterable[Any], changed: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the schedulers of groups with new rates, after checking that they only scale the initial rate."""
+    """Return the schedulers of parameter groups in `changed`, whose initial learning rates change.
+
+    Raises:
+        ValueError: A scheduler does more than scale the initial rate, or is not registered.
+    """
     following, scheduled = list[Any](), set[int]()
     for scheduler in schedulers:
         groups = {*map(id, _groups_of(scheduler, changed))}
@@ -192,7 +200,7 @@ def _groups_of(scheduler: Any, unknown: Sequence[Any]) -> Sequence[Any]:
 
 
 def _with_inner(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler and the schedulers inside it, as in a `SequentialLR`."""
+    """Yield a scheduler and the schedulers that it contains, as a `SequentialLR` does."""
     yield scheduler
     for value in getattr(scheduler, "__dict__", {}).values():
         for each in value if isinstance(value, list | tuple) else (value,):
@@ -201,7 +209,7 @@ def _with_inner(scheduler: Any) -> Iterator[Any]:
 
 
 def _follow(scheduler: Any) -> None:
-    """Make a scheduler continue from the current rates of its optimizer."""
+    """Overwrite the rates that a scheduler has stored with its optimizer's rates, so that it continues from them."""
     groups = scheduler.optimizer.param_groups
     known = scheduler.state_dict()
     rates = {

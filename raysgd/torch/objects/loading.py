@@ -1,8 +1,8 @@
 """Loads saved states into models and optimizers, after checking that they match the registered objects.
 
-The whole state is checked before anything is replaced. Otherwise, a mismatch would show up later or never: when one
-model is already loaded and the next fails, or in the first step. So the checks also compare types and sizes that
-loading itself does not check. Names are compared without the prefixes that `torch.compile(model)` adds.
+The entire state is checked before anything is replaced. Otherwise, a mismatch might be detected only after one model
+has been loaded, in the next step, or never. So the checks also compare types and sizes that `load_state_dict` does not
+check. Names are compared without the prefixes that `torch.compile(model)` adds.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from raysgd.core.arguments import is_integer
 from raysgd.trainer.worker.state.state_checks import require
 
 _EXTRA_STATE = "_extra_state"
-"""Suffix of keys with results of `get_extra_state`, to which their modules may hold a reference."""
+"""Suffix of keys in a state dict for values from `get_extra_state`. A module may retain a reference to such a value."""
 
 
 def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bool = True) -> None:
-    """Load a model's state dict. `load_state_dict` copies the tensors; other values are copied here.
+    """Load a state dict into a model, which retains no reference to it.
 
     Args:
-        model: The model.
-        saved: The checked state dict of the model.
-        is_whole: True if the state dict is complete.
+        model: Model to load the state into.
+        saved: State dict that `check_model` has accepted.
+        is_whole: False to allow missing entries.
     """
     copies = {
         id(value): value
@@ -39,10 +39,10 @@ def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bo
 
 
 def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Load an optimizer's state dict into its existing tensors, where dtype and shape match.
+    """Load an optimizer's state dict, reusing the optimizer's existing tensors if dtype and shape match.
 
-    An optimizer keeps references to the tensors that are passed to `load_state_dict`. So pass it its own tensors,
-    filled with the new values, and copies of all other tensors.
+    An optimizer retains references to the tensors that are passed to its `load_state_dict`. So it gets its existing
+    tensors, filled with the saved values, and copies of all other tensors.
     """
     groups = getattr(optimizer, "param_groups", ())
     taken = {_address(parameter) for group in groups for parameter in group["params"]}
@@ -53,7 +53,14 @@ def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None:
-    """Copy the tensors in `saved` into the tensors at the same positions in `own`. Record replacements in `copies`."""
+    """Copy the tensors in `saved` into the tensors at the same positions in `own`.
+
+    Args:
+        own: Current state of the optimizer.
+        saved: State to load.
+        copies: Gets the filled tensor of `own` for each saved tensor, by the ID of the saved tensor.
+        taken: Addresses of memory that must not be written to again.
+    """
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         for key in own.keys() & saved.keys():
             _fill(own[key], saved[key], copies, taken)
@@ -63,7 +70,7 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
 
 
 def _is_alike(own: Any, saved: Any) -> bool:
-    """Return True if both are plain tensors with equal dtype and shape, and `own` does not share its memory."""
+    """Return True if both are plain tensors with equal dtype and shape, and `own` is not a view of a larger tensor."""
     if type(own) is not torch.Tensor or type(saved) is not torch.Tensor:
         return False
     kinds = [(tensor.layout, tensor.dtype, tensor.shape) for tensor in (own, saved)]
@@ -80,7 +87,7 @@ _COMPILED = "_orig_mod"
 
 
 def plain(name: Any) -> Any:
-    """Return the name that a parameter or module has without `torch.compile`.
+    """Remove the parts that `torch.compile` adds from the name of a parameter or module.
 
     Examples:
         >>> plain("encoder._orig_mod.0.weight")
@@ -90,12 +97,12 @@ def plain(name: Any) -> Any:
 
 
 def with_plain_names(state: Any) -> Any:
-    """Return a model's state dict with the names that it has without `torch.compile`."""
+    """Remove the parts that `torch.compile` adds from the names in a model's state dict."""
     return _renamed(state, plain, plain)
 
 
 def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
-    """Return a saved state dict with the names that this model uses, compiled or not."""
+    """Rename the entries of a saved state dict to the names that this model uses, which may be compiled or not."""
     own = model.state_dict()
     names, modules = ({plain(name): name for name in known} for known in (own, getattr(own, "_metadata", ())))
     return _renamed(
@@ -104,7 +111,13 @@ def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
 
 
 def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any], Any]) -> Any:
-    """Return the state dict with new names, including the module versions that PyTorch stores in `_metadata`."""
+    """Return a state dict with its entries renamed, and with the module names in PyTorch's `_metadata` renamed.
+
+    Args:
+        state: State dict. Anything else is returned unchanged.
+        name_of: Returns the new name of an entry.
+        module_of: Returns the new name of a module in `_metadata`, which stores the version of each module.
+    """
     if not isinstance(state, Mapping) or all(name_of(name) == name for name in state):
         return state
     renamed: Any = OrderedDict((name_of(name), value) for name, value in state.items())
@@ -115,15 +128,15 @@ def _renamed(state: Any, name_of: Callable[[Any], Any], module_of: Callable[[Any
 
 
 def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = ()) -> None:
-    """Check that a saved state matches this model.
+    """Check that a saved state matches a model.
 
     Args:
-        model: The model.
-        saved: The saved value, which may not be a state dict.
-        left_out: Plain names that may be missing.
+        model: Model to compare with.
+        saved: Saved state of the model. Anything except a state dict is rejected.
+        left_out: Names of parameters, as without `torch.compile`, that may be missing from the state.
 
     Raises:
-        ValueError: The state has other entries or shapes.
+        ValueError: The names or shapes in the state differ from the model's.
     """
     require(isinstance(saved, Mapping), f"the state of a model is a `{type(saved).__name__}`, not a dict")
     own = model.state_dict()
@@ -144,7 +157,7 @@ def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = 
 
 
 def _takes(own: torch.Tensor, saved: Any) -> bool:
-    """Return True if `saved` can be loaded into the tensor `own`. A lazy tensor takes on the saved shape."""
+    """Return True if `saved` can be loaded into the tensor `own`. A lazy, uninitialized tensor accepts any shape."""
     if not isinstance(saved, torch.Tensor) or saved.is_meta != own.is_meta:
         return False
     return is_lazy(own) or (own.shape == saved.shape and own.layout == saved.layout)
@@ -157,7 +170,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_versions(metadata: Any) -> None:
-    """Check the layers' versions, which PyTorch stores with a model's state and compares when loading it."""
+    """Check that the modules' versions, which PyTorch stores in a state dict's `_metadata`, are numbers."""
     if metadata is None:
         return
     require(isinstance(metadata, Mapping), "the versions of a model's layers are not a dict")
@@ -168,10 +181,10 @@ def _check_versions(metadata: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, saved: Any) -> None:
-    """Check that a saved state matches this optimizer.
+    """Check that a saved state matches an optimizer.
 
     Raises:
-        ValueError: The state's groups, settings or tensors differ.
+        ValueError: The parameter groups, their settings or the tensors in the state do not match.
     """
     require(isinstance(saved, Mapping), f"the state of an optimizer is a `{type(saved).__name__}`, not a dict")
     own = optimizer.state_dict()
@@ -200,7 +213,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
         name
         for name, value in getattr(optimizer, "defaults", {}).items()
         if isinstance(value, int | float | tuple) and not isinstance(value, bool)
-    }  # other settings depend on the version of PyTorch, which adds missing settings
+    }  # other settings may be missing, because PyTorch adds them when it loads states of older versions
     if missing := sorted(needed - saved.keys()):
         raise ValueError(
             "The state of an optimizer does not match, so nothing was loaded. It belongs to another kind of optimizer, "
@@ -211,7 +224,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
 
 
 def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check the state of each parameter, because fused optimizers use it without checking its size."""
+    """Check the state of each parameter, because fused optimizers would access memory without checking its size."""
     slots = saved.get("state", {})
     require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -228,7 +241,7 @@ def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Load the state into a copy of a PyTorch optimizer, with tensors that use almost no memory."""
+    """Check a state by loading it into a copy of a PyTorch optimizer. Its tensors are replaced by tiny placeholders."""
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
@@ -253,10 +266,10 @@ def _is_large(value: Any) -> bool:
 
 
 def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
-    """Check that saved states match these schedulers.
+    """Check that saved states match the registered schedulers.
 
     Raises:
-        ValueError: The number of states differs, or a state has another type.
+        ValueError: The number of states differs from that of schedulers, or a state has unexpected names or types.
     """
     require(isinstance(states, list | tuple), "the states of the schedulers are not a list")
     strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
@@ -274,10 +287,10 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
 
 
 def check_precision(own: Mapping[str, Any], saved: Any) -> None:
-    """Check that a saved state matches this mixed precision.
+    """Check that a saved state of mixed precision matches the current one.
 
     Raises:
-        ValueError: An entry is missing or has another type.
+        ValueError: An entry is missing, or its type differs.
     """
     require(isinstance(saved, Mapping), "the state of mixed precision is not a dict")
     if saved:
@@ -296,7 +309,7 @@ def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -
 
 
 def _is_of_kind(own: Any, saved: Any) -> bool:
-    """Return True if `saved` may replace `own`. None matches None, and may replace a bool."""
+    """Return True if the type of `saved` allows it to replace `own`. None can replace only None or a bool."""
     if own is None or saved is None:
         return own is None or isinstance(own, bool)
     if _is_number(own):

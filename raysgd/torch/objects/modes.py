@@ -1,7 +1,8 @@
-"""Training and evaluation mode of models. The modes that user code has set are restored after evaluation.
+"""Puts models into evaluation mode, and restores the modes that user code has set.
 
-Each module of a model has a separate mode: a frozen batch norm, or a teacher inside the model, stays in evaluation mode
-during training. So `model.train()` does not undo `model.eval()`. Instead, the modes are stored and restored.
+Each module inside a model has a separate mode: a frozen batch norm, or a teacher network, stays in evaluation mode
+during training. So `model.train()` does not undo `model.eval()`. Instead, the mode of each module is stored and
+restored.
 
 ADR 23 explains why modes are restored.
 """
@@ -15,7 +16,7 @@ import torch
 
 
 class ModuleModes:
-    """Puts models into evaluation mode, and later restores the mode of every module in the models."""
+    """Puts models into evaluation mode, and later restores the previous mode of each module in the models."""
 
     def __init__(self) -> None:
         self._before: list[tuple[torch.nn.Module, bool]] = []
@@ -32,11 +33,11 @@ class ModuleModes:
         self.note()
 
     def note(self) -> None:
-        """Record the modes at the end of the evaluation. Later changes are intended by the user."""
+        """Record the modes at the end of the evaluation. `give_back` does not restore modes that change after it."""
         self._after = [part.training for part, _ in self._before]
 
     def give_back(self) -> None:
-        """Restore the previous modes of the modules, except where a mode has changed since `note`."""
+        """Restore the modes from before `evaluate`, except for modules whose mode the user has changed since `note`."""
         if not self._before:
             return
         wanted = [
@@ -44,7 +45,7 @@ class ModuleModes:
             for (part, before), after in zip(self._before, self._after, strict=True)
         ]
         self._before, self._after = [], []
-        for part, mode in wanted:  # parents come first, because they may change their children
+        for part, mode in wanted:  # parents come first; setting their mode may change the children's modes
             _set(part, mode)
 
 

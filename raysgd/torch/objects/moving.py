@@ -1,4 +1,4 @@
-"""Moves tensors between host and device, and models between processes."""
+"""Copies batches to a device, reads numbers from a device, and makes models picklable for other processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return _moved_dataclass(value, device)
     if isinstance(value, MutableMapping):
-        moved = copy.copy(value)  # keeps the class of the dict
+        moved = copy.copy(value)  # a copy has the same class, such as `defaultdict`
         moved.update((key, to_device(item, device)) for key, item in value.items())
         return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -40,7 +40,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 def _moved_dataclass(value: Any, device: torch.device) -> Any:
     """Copy a dataclass without calling its `__init__`, which may recompute existing values."""
     moved = {field.name: to_device(getattr(value, field.name), device) for field in fields(value)}
-    if isinstance(value, MutableMapping):  # an output of `transformers`, which is also a dict
+    if isinstance(value, MutableMapping):  # model outputs of `transformers` are both dataclasses and dicts
         remade: Any = replace(cast("Any", value), **moved)
         return remade
     copied = copy.copy(value)
@@ -58,10 +58,10 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def packed(model: torch.nn.Module) -> torch.nn.Module:
-    """Make a copy of a model picklable, in place. `unpacked` completes it in the receiving process.
+    """Make a model picklable, in place. Pass a copy of the model. `unpacked` completes it in the receiving process.
 
-    PyTorch cannot pickle classes created by `torch.nn.utils.parametrize`, so modules get their original class back. The
-    hooks with which `transformers` collects outputs refer to a variable of its module, which is pickled by name.
+    PyTorch cannot pickle classes created by `torch.nn.utils.parametrize`, so modules get their original class back.
+    `transformers` collects outputs with hooks that refer to a global variable. The variable is pickled by name.
     """
     for part in model.modules():
         if parametrize.is_parametrized(part):
@@ -72,10 +72,10 @@ def packed(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def unpacked(model: torch.nn.Module) -> torch.nn.Module:
-    """Complete a packed model, possibly in another process, in place.
+    """Undo `packed` on a model in place, possibly in another process.
 
-    Modules get their parametrized classes back. `transformers` is given the outputs to collect, which it knows only for
-    models that it created in this process.
+    Modules get their parametrized classes back. `transformers` keeps a registry of the outputs to collect, which lacks
+    models that were created in another process. They are added.
     """
     registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", {})
     parts: list[Any] = list(model.modules())

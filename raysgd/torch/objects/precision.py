@@ -1,7 +1,7 @@
-"""The numeric precision in which a model is trained: one object, chosen in one place.
+"""The numeric precision in which a model is trained: fp32, PyTorch's mixed precision, or NVIDIA Apex.
 
-`Precision` itself is plain fp32; the subclasses override only what differs. The functions at the end convert the user's
-flags to an object, and raise for an invalid flag.
+`Precision` is plain fp32 and the base class of the others. The functions at the end check the user's options `use_fp16`
+and `precision`, and create the object for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
 _SHORT = (torch.bfloat16, torch.float16)
-_STATE_KEYS_OF_OLD = "amp"  # the key of Apex's state in old checkpoints
+_STATE_KEYS_OF_OLD = "amp"  # key of Apex's state in checkpoints of the old library
 
 
 class Precision:
@@ -27,12 +27,12 @@ class Precision:
 
     Attributes:
         is_mixed: True if part of the computation uses a lower precision.
-        flag: The operators' `self.use_fp16`: False, True for PyTorch's own mixed precision, or "apex".
-        state_key: Key of the state in a checkpoint; None if there is no state.
-        namespace: The operators' `self._amp`. Its `autocast` works with every precision except Apex.
-        scaler: The operators' `self._amp_scaler`.
+        flag: Value of an operator's `self.use_fp16`: False, True for PyTorch's mixed precision, or "apex".
+        state_key: Key in a checkpoint for the state of this object; None if it has no state.
+        namespace: Object that operators use as `self._amp`. Except with Apex, it has a function `autocast`.
+        scaler: Gradient scaler that operators use as `self._amp_scaler`; None without one.
         skips_overflows: True if a step is skipped when gradients have overflowed.
-        can_defer: True if gradient communication may be deferred to a later batch.
+        can_defer: True if the all-reduce of accumulated gradients may be deferred to a later batch.
     """
 
     is_mixed = False
@@ -46,19 +46,25 @@ class Precision:
     def prepare(
         self, models: list[torch.nn.Module], optimizers: list[Any], initialize: Callable[..., Any]
     ) -> tuple[list[torch.nn.Module], list[Any]]:
-        """Prepare models and optimizers, after they are moved to their device and before they are wrapped."""
+        """Prepare models and optimizers, after they are moved to their device and before they are wrapped.
+
+        Args:
+            models: Models to prepare.
+            optimizers: Optimizers to prepare.
+            initialize: Calls Apex's initialization with the user's arguments. Other precisions ignore it.
+        """
         return models, optimizers
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return the context for forward passes and losses."""
+        """Return the context manager in which to compute outputs and losses."""
         return _NOTHING
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
-        """Compute the gradients."""
+        """Compute the gradients of `loss`, scaled if this precision scales gradients."""
         loss.backward()
 
     def unscale(self, optimizer: Any) -> None:
-        """Unscale the gradients to their true size, for code that reads them before the step."""
+        """Undo the scaling of the gradients, for code that reads or clips them before the step."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
         """Return the parameters that `optimizer` updates, with the gradients that it uses."""
@@ -69,7 +75,7 @@ class Precision:
         optimizer.step()
 
     def begin_call(self) -> None:
-        """Called when a training call starts."""
+        """Prepare for a call of `train`."""
 
     def check_use(self) -> None:
         """Raise if the requested precision had no effect. Called before each optimizer step."""
@@ -87,13 +93,13 @@ class Precision:
 
 
 class NativeAmp(Precision):
-    """PyTorch's own mixed precision: fp16 with a gradient scaler, or bf16, whose scaler does nothing.
+    """PyTorch's mixed precision: fp16 with a gradient scaler, or bf16 with a disabled scaler.
 
     Args:
         dtype: `torch.float16` or `torch.bfloat16`.
         device: Device of the model.
-        enabled: False to disable mixed precision but keep the interface, as the old library did on CPUs.
-        must_act: True to reject steps whose losses were computed without mixed precision.
+        enabled: False to compute in fp32 with the same interface, as the old library did on CPUs.
+        must_act: True to raise at a step if user code bypassed mixed precision.
     """
 
     is_mixed = True
@@ -122,7 +128,7 @@ class NativeAmp(Precision):
         return models, optimizers
 
     def forward_context(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
-        """Return the context for the operators' `self._amp.autocast`."""
+        """Return the autocast context manager, and record its use. Operators call this as `self._amp.autocast`."""
         self._has_computed = True
         context: AbstractContextManager[Any] = self._autocast(*args, **options)
         return context
@@ -134,10 +140,12 @@ class NativeAmp(Precision):
         self._has_computed = self._has_scaled = not self._must_act
 
     def check_use(self) -> None:
-        """Raise if the precision had no effect, or warn if only the backward pass used it.
+        """Check that user code used this object in the current training call.
+
+        Warn if it was used only for the backward pass.
 
         Raises:
-            ValueError: Nothing in this training call used this object.
+            ValueError: It was not used at all, so the option `precision` had no effect.
         """
         if self._has_computed:
             return
@@ -158,14 +166,15 @@ class NativeAmp(Precision):
         self.scaler.scale(loss).backward()
 
     def unscale(self, optimizer: Any) -> None:
-        if id(optimizer) not in self._unscaled:  # the scaler allows it only once
+        if id(optimizer) not in self._unscaled:  # the scaler raises if gradients are unscaled twice
             self._unscaled.add(id(optimizer))
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any) -> None:
-        """Step the optimizer. All optimizers share one scale, which is updated once every optimizer has stepped.
+        """Step the optimizer unless its gradients have overflowed. Update the scale after all optimizers have stepped.
 
-        An update in between would leave the gradients of the remaining optimizers with the old scale.
+        All optimizers share the scale. Updating it earlier would leave gradients of the remaining optimizers with the
+        old scale.
         """
         if id(optimizer) in self._stepped:
             self._update()
@@ -180,7 +189,10 @@ class NativeAmp(Precision):
         self.scaler.update()
 
     def has_skipped(self) -> bool:
-        """Compare the scale, which decreases in each skipped step, even if user code or the optimizer runs the step."""
+        """Return True if a step was skipped since the last call of this method.
+
+        The scale decreases with each skipped step, even if user code calls the scaler itself.
+        """
         before, self._scale = self._scale, self.scaler.get_scale()
         return self._scale < before
 
@@ -196,10 +208,10 @@ class NativeAmp(Precision):
 
 
 class Apex(Precision):
-    """NVIDIA Apex's `amp`, which must be built from an older commit of Apex that still contains it.
+    """Mixed precision of NVIDIA Apex (`apex.amp`). Apex must be built from an older commit that still contains it.
 
-    It checks for overflowed gradients at the end of each backward pass, and all ranks must see the same gradients then.
-    So gradient communication cannot be deferred.
+    Apex checks for overflowed gradients at the end of each backward pass. All ranks must have the same gradients then,
+    so the all-reduce of gradients cannot be deferred to a later batch.
     """
 
     is_mixed = True
@@ -250,8 +262,8 @@ def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
     Optimizers of other libraries may compensate for this, for example with a copy in fp32.
 
     Args:
-        optimizers: The registered optimizers.
-        owner: The name of the operator.
+        optimizers: Optimizers that the operator registered.
+        owner: Name of the operator, for the warning.
     """
     for optimizer in optimizers:
         if type(optimizer).__module__.startswith("torch.optim."):
@@ -273,7 +285,7 @@ def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
 
 
 def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state of `precision` in a checkpoint, even an old one; None if the checkpoint has none."""
+    """Return the state of `precision` in a checkpoint, which may come from the old library; None if it is missing."""
     if precision.state_key is None:
         return None
     found = state.get(precision.state_key)
@@ -283,15 +295,15 @@ def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] |
 
 
 def choose_amp_backend(use_fp16: Any, native_amp: Any = None, apex_amp: Any = None) -> bool | str:
-    """Check `use_fp16` and return the backend that it selects.
+    """Check `use_fp16` and return the implementation of mixed precision that it selects.
 
     Args:
         use_fp16: `False`, `True` or `"apex"`.
-        native_amp: PyTorch's mixed precision; None to import it.
-        apex_amp: `apex.amp`; None to import it.
+        native_amp: Module `torch.amp`; None to import it.
+        apex_amp: Module `apex.amp`; None to import it.
 
     Returns:
-        `False` for no mixed precision, `True` for PyTorch's own, `"apex"` for Apex.
+        `False` for no mixed precision, `True` for PyTorch's, `"apex"` for Apex.
 
     Raises:
         ValueError: `use_fp16` has another value, such as `None`.
@@ -313,17 +325,17 @@ PRECISIONS = ("fp32", "fp16", "bf16", "apex")
 
 
 def choose_precision(use_fp16: Any, precision: Any = None) -> str:
-    """Check both flags and return the precision that they select.
+    """Check the two options for precision, and return the name of the precision that they select.
 
     Args:
-        use_fp16: The flag of the old library; see `choose_amp_backend`.
-        precision: One of `PRECISIONS`, or None to use `use_fp16`.
+        use_fp16: Option of the old library; see `choose_amp_backend`.
+        precision: One of `PRECISIONS`, or None to let `use_fp16` decide.
 
     Returns:
         One of `PRECISIONS`, or "legacy" for `use_fp16=True`: fp16 on a GPU, disabled on a CPU.
 
     Raises:
-        ValueError: A flag has another value, or both flags are set.
+        ValueError: An option has an invalid value, or both options are set.
         ImportError: The package that the precision needs is not installed.
     """
     chosen = choose_amp_backend(use_fp16)
@@ -342,7 +354,13 @@ def choose_precision(use_fp16: Any, precision: Any = None) -> str:
 
 
 def make_precision(use_fp16: Any, device: torch.device, precision: Any = None) -> Precision:
-    """Create the `Precision` for the flags. See `choose_precision` for allowed values."""
+    """Create the `Precision` for the options `use_fp16` and `precision`. See `choose_precision` for allowed values.
+
+    Args:
+        use_fp16: Option of the old library.
+        device: Device of the model.
+        precision: One of `PRECISIONS`, or None to let `use_fp16` decide.
+    """
     chosen = choose_precision(use_fp16, precision)
     if chosen == "apex":
         return Apex()

@@ -1,8 +1,9 @@
-"""Leaves frozen parameters that `setup` recreates out of states, and stores a digest of each parameter instead.
+"""Omits frozen parameters that `setup` recreates from states, storing a digest of each parameter instead.
 
-This module is imported only if an operator sets `remakes_frozen = True`. It leaves out the parameters that are frozen
-at the end of `setup`. If a parameter is trained later, even for a while, states contain it from then on. If a parameter
-changes without being trained, saving a state raises an error that names it. See ADR 150.
+A digest is a hash of the parameter's values, with its dtype and shape. This module is imported only if an operator sets
+`remakes_frozen = True`. The parameters that are frozen at the end of `setup` are omitted. If such a parameter is
+trained later, even for a while, states contain it from then on. If it changes without being trained, saving a state
+raises an error that names the parameter. See ADR 150.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from raysgd.torch.objects.loading import plain
 from raysgd.trainer.worker.state.state_checks import require
 
 Digests = Mapping[str, str]
-"""Digest of each parameter of a module, with its dtype and shape."""
+"""Digests of a module's omitted parameters, by name."""
 
 _ROW_WORDS = 512
 _NUM_SAMPLES = 64  # maximum number of values per parameter that each check compares
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes
-_PIECE_BITS, _NUM_PIECES = 8, 8  # pieces of a digest are small enough for exact sums of squares
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
+_PIECE_BITS, _NUM_PIECES = 8, 8  # a hash is compared in pieces of 8 bits, whose squares floats can sum exactly
 
 
 class _Parameter:
-    """A frozen parameter that `setup` created. Its values at that time are its original values.
+    """A parameter that is frozen at the end of `setup`. Its values at that time are its original values.
 
     Attributes:
-        parameter: The parameter.
+        parameter: Parameter of the model.
         digest: Digest of the original values, which states contain instead of the parameter.
-        original: Copy of the original values, taken before the parameter is trained or loaded; None without a copy.
+        original: Copy of the original values, made before training or loading changes them; None without a copy.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -47,7 +48,7 @@ class _Parameter:
 
     @property
     def sampled(self) -> torch.Tensor:
-        """A few of the parameter's current values."""
+        """A few of the parameter's current values, as integers with the same bits."""
         return self._few if self.parameter.is_contiguous() else _few_of(self.parameter)
 
     def _mark_now(self) -> tuple[int, int]:
@@ -67,7 +68,7 @@ class _Parameter:
 
     @torch.no_grad()
     def keep_original(self) -> None:
-        """Copy the original values before the parameter is changed."""
+        """Copy the original values to host memory, unless they are copied or already gone. Call it before a change."""
         if self.original is None and digest_of(self.parameter) == self.digest:
             self.original = self.parameter.detach().cpu().clone()
 
@@ -80,21 +81,21 @@ class _Parameter:
 
 
 class RemadeParameters:
-    """The frozen parameters that the states of one operator leave out.
+    """The frozen parameters that the states of one operator omit.
 
     Args:
         parts: Modules whose states are saved: the models, then the criterion if it is trained.
-        operator_cls: Class whose `setup` creates the parameters.
+        operator_cls: Class of the operator, whose `setup` creates the parameters.
 
     Attributes:
-        ids: The `id` of each parameter that is currently left out.
+        ids: `id()` of each parameter that states currently omit.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module], operator_cls: type) -> None:
         require_names(torch.Tensor, "_version")
         self._by, self._module_names = operator_cls.__name__, [type(part).__name__ for part in parts]
         self._by_whole_name = f"{operator_cls.__module__}.{operator_cls.__qualname__}"
-        known: dict[int, _Parameter] = {}  # a parameter may have several names
+        known: dict[int, _Parameter] = {}  # by ID, because a shared parameter has several names
         self._made: list[dict[str, _Parameter]] = [{} for _ in parts]
         for part, made in zip(parts, self._made, strict=True):
             for name, each in self._made_of(part):
@@ -126,12 +127,12 @@ class RemadeParameters:
     # -------------------------------------------------------------------------------------------------------- saving
 
     def without(self, index: int, state: Any) -> Any:
-        """Return the state of a module without the parameters to leave out."""
+        """Return the state of the module with this index, without the parameters that states omit."""
         left_out = self._left_out[index]
         return _reduced(state, left_out) if left_out else state
 
     def record(self) -> dict[str, Any]:
-        """Return the record that states contain instead of the parameters: a digest of each parameter.
+        """Return what states contain instead of the omitted parameters: the operator's name and all digests.
 
         Raises:
             ValueError: A parameter has changed since `setup`.
@@ -142,15 +143,15 @@ class RemadeParameters:
         return {"by": self._by_whole_name, "parts": parts}
 
     def tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return the left-out parameters of each module by name, to complete a state."""
+        """Return the omitted parameters of each module by name. `completed` adds them to a state."""
         pairs = zip(self._made, self._left_out, strict=True)
         return [{name: made[name].parameter.detach() for name in made if name in names} for made, names in pairs]
 
     def check_unchanged(self) -> None:
-        """Raise an error if a left-out parameter has changed.
+        """Raise an error if an omitted parameter has changed since `setup`.
 
-        A write changes the version of a tensor, unless it goes through `.data`. So a few values of each parameter are
-        compared as well. All values are compared only if there is a sign of a write.
+        PyTorch increments a tensor's version with each write, except through `.data`. So a few values of each parameter
+        are compared as well. All values are compared only if the version or one of these values has changed.
 
         Raises:
             ValueError: A parameter no longer has the values that `setup` gave it.
@@ -174,7 +175,7 @@ class RemadeParameters:
                     )
 
     def follow_trained(self) -> None:
-        """Stop leaving out the parameters that are now trainable."""
+        """Stop omitting parameters that have become trainable. Copy their original values first."""
         for made, names in zip(self._made, self._left_out, strict=True):
             for name in [name for name in names if made[name].parameter.requires_grad]:
                 made[name].keep_original()
@@ -184,10 +185,13 @@ class RemadeParameters:
     def added_to(
         self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
     ) -> Callable[[torch.nn.Module], Collection[str] | None]:
-        """Return a function like `left_out_of` that also returns the names of the parameters left out here.
+        """Wrap a function that returns names of a model's parameters, to add the names of the omitted parameters.
 
         Args:
             left_out_of: Returns the names of a model's parameters that ranks need not compare; None for all parameters.
+
+        Returns:
+            A function that returns these names and those of the parameters that states omit.
         """
 
         def more_left_out_of(model: torch.nn.Module) -> Collection[str] | None:
@@ -200,18 +204,19 @@ class RemadeParameters:
     # ------------------------------------------------------------------------------------------------------- loading
 
     def fitting(self, index: int, saved: Any, record: Any) -> tuple[Any, Collection[str]]:
-        """Check that `setup` created the parameters that a saved state leaves out, with the same values.
+        """Check that `setup` has created the parameters that a saved state omits, with the same values.
 
         Args:
             index: Index of the module.
-            saved: Saved state of the module, with plain names.
-            record: Record in the saved state; None if the state is complete.
+            saved: Saved state of the module, with names as without `torch.compile`.
+            record: What the state contains instead of the parameters (see `record`); None if the state is complete.
 
         Returns:
             The state to load, and the names that may be missing from it.
 
         Raises:
-            ValueError: A parameter differs, or `setup` did not freeze it here, or its original values are lost.
+            ValueError: A parameter has other values than in the saved state, `setup` did not freeze it in this trainer,
+                or it has been trained and its original values are gone.
         """
         if not isinstance(saved, Mapping):
             return saved, ()  # the caller rejects it
@@ -254,12 +259,22 @@ class RemadeParameters:
         )
 
     def begin_loading(self, index: int, left_out: Collection[str]) -> None:
-        """Copy the original values of the parameters that a state is about to replace."""
+        """Copy the original values of the parameters that loading a state will replace.
+
+        Args:
+            index: Index of the module.
+            left_out: Names of the parameters that the state omits.
+        """
         for name in self._left_out[index] - {*left_out}:
             self._made[index][name].keep_original()
 
     def end_loading(self, index: int, left_out: Collection[str]) -> None:
-        """From now on, leave out what the loaded state left out. Restore the original values of these parameters."""
+        """Restore the original values of the parameters that a loaded state omits. From now on, states omit them, too.
+
+        Args:
+            index: Index of the module.
+            left_out: Names of the parameters that the state omits.
+        """
         made = self._made[index]
         for name in {*left_out} - self._left_out[index]:
             made[name].put_back()
@@ -270,6 +285,9 @@ class RemadeParameters:
 
     def check_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Check that all ranks created the same frozen parameters. All ranks must call this at the same time.
+
+        Args:
+            sum_over_ranks: Adds each of its arguments over the ranks, and returns the sums.
 
         Raises:
             ValueError: The ranks differ. Raised on all ranks, with the name of the parameter.
@@ -297,14 +315,14 @@ class RemadeParameters:
 
 
 def refuse_left_out(record: Any, operator_cls: type) -> None:
-    """Reject a state that leaves parameters out, because the operator does not recreate them.
+    """Raise if a state omits parameters. Called for an operator that does not set `remakes_frozen`.
 
     Args:
-        record: Record in the state, with the digests of the left-out parameters.
-        operator_cls: Class of the operator.
+        record: What the state contains instead of the parameters, with their digests.
+        operator_cls: Class of the operator, for the message.
 
     Raises:
-        ValueError: The state leaves parameters out.
+        ValueError: The state omits parameters.
     """
     for index in range(len(parts_of(record))):
         for name in _digests_in(record, index) or ():
@@ -317,22 +335,22 @@ def refuse_left_out(record: Any, operator_cls: type) -> None:
 
 
 def completed(state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return a module's state with the left-out parameters added.
+    """Return a module's state dict with the omitted parameters added.
 
     Args:
-        state: State without the left-out parameters.
-        tensors: Left-out parameters by name.
+        state: State dict without the omitted parameters.
+        tensors: Omitted parameters by name.
     """
     return _like(state, {**state, **tensors})
 
 
 def _reduced(state: Any, names: Collection[str]) -> Any:
-    """Return a state without these names."""
+    """Return a module's state dict without the entries in `names`."""
     return _like(state, {name: value for name, value in state.items() if plain(name) not in names})
 
 
 def _like(state: Any, content: Mapping[str, Any]) -> Any:
-    """Return a state with new content but the same attributes, in which PyTorch stores the versions of modules."""
+    """Return a state dict with new content and the attributes of `state`, such as PyTorch's versions of modules."""
     made: Any = OrderedDict(content)
     vars(made).update(getattr(state, "__dict__", {}))
     return made
@@ -343,10 +361,13 @@ def _maker_in(record: Any) -> str:
 
 
 def parts_of(record: Any) -> Sequence[Any]:
-    """Return the digests in a record, by module. None stands for a module whose state is complete.
+    """Return the digests that a state contains, for each module. None stands for a module whose state is complete.
+
+    Args:
+        record: Value of the state's key for omitted parameters.
 
     Raises:
-        ValueError: `record` is not a record.
+        ValueError: The value is malformed.
     """
     parts = record.get("parts") if isinstance(record, Mapping) else None
     require(isinstance(parts, list | tuple), "its `remade` does not say what is left out")
@@ -355,7 +376,7 @@ def parts_of(record: Any) -> Sequence[Any]:
 
 
 def _digests_in(record: Any, index: int) -> Digests | None:
-    """Return the digests of the parameters that a state leaves out of a module; None if the module is complete."""
+    """Return the digests of the parameters of a module that a state omits; None if the module's state is complete."""
     parts = () if record is None else parts_of(record)
     digests = parts[index] if index < len(parts) else None
     require(digests is None or isinstance(digests, Mapping), "its `remade` does not say what is left out")
@@ -364,13 +385,13 @@ def _digests_in(record: Any, index: int) -> Digests | None:
 
 
 def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, part: str) -> dict[str, Any]:
-    """Return the state with a record that fits after one part was taken from a saved state.
+    """Update the digests of omitted parameters in a state, after some of its modules were taken from a saved state.
 
     Args:
-        state: State that contains the taken part. It has `models`.
-        saved: State from which the part was taken.
-        key: Key of the record in both states.
-        part: The taken part: "models" or "criterion".
+        state: State in which the modules were replaced.
+        saved: State from which they were taken.
+        key: Key of the digests in both states.
+        part: What was replaced: "models" or "criterion".
     """
     records = [each.get(key) for each in (state, saved)]
     num_models = len(state["models"])
@@ -392,10 +413,10 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return the dtype, the shape and a digest of a tensor. Equal tensors have equal digests on all devices.
+    """Return a tensor's dtype, shape and hash as a string, which is the same on all devices for equal tensors.
 
-    The tensor's device sums rows of 512 eight-byte words, and only the sums are hashed. The digest detects different
-    weights, but not deliberately forged weights.
+    The tensor's device sums rows of 512 eight-byte words, and only the sums are hashed. The hash detects accidental
+    differences, but weights could be forged to have a given hash.
 
     Examples:
         >>> digest_of(torch.ones(2, 3))
@@ -418,7 +439,10 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def _few_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a few values of a parameter. If it is contiguous, the result is a view of its memory."""
+    """Return the bits of a few values of a parameter as integers.
+
+    If the parameter is contiguous, the result is a view of its memory.
+    """
     values = parameter.detach()
     flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     few = flat[:: max(1, -(-flat.numel() // _NUM_SAMPLES))]
@@ -426,7 +450,7 @@ def _few_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(samples: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a copy of the samples, concatenated to one tensor per device."""
+    """Concatenate the sampled values of several parameters to one new tensor per device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in samples:
         by_device.setdefault(each.device, []).append(each)
@@ -440,7 +464,7 @@ def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 
 
 def _pieces(text: str) -> list[int]:
-    """Return the pieces of a string's digest, each followed by its square."""
+    """Return the hash of a string in pieces, each followed by its square. `_are_alike` compares them over the ranks."""
     import xxhash
 
     digest = xxhash.xxh3_64_intdigest(text.encode())
@@ -449,5 +473,8 @@ def _pieces(text: str) -> list[int]:
 
 
 def _are_alike(num_ranks: float, sums: Sequence[float]) -> bool:
-    """Return True if all ranks added the same values. Only then is the mean of squares the square of the mean."""
+    """Return True if all ranks had the same values, given the sums over the ranks of values and of their squares.
+
+    Only if all values are equal is the mean of the squares the square of the mean.
+    """
     return all(num_ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))

@@ -1,7 +1,7 @@
 """Captures and restores the state of the random number generators that training code uses.
 
-The captured state is a flat dict of bytes, numbers and None. So two states can be compared by `==`, and
-`torch.load(weights_only=True)` can read a state from an untrusted file.
+A captured state is a flat dict of bytes, numbers and None. So states can be compared with `==`, and
+`torch.load(weights_only=True)` can read them from an untrusted file.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import numpy as np
 import torch
 
 RNG = "rng"
-"""Key of all ranks' generator states in a file."""
+"""Key in a checkpoint for the generator states of all ranks."""
 
 _MERSENNE_TWISTER = "MT19937"
 _NUM_WORDS = 624
 _PYTHON_WORDS = struct.Struct(f"<{_NUM_WORDS + 1}I")
-"""The generator's words followed by its position. Python's `random` returns them as one tuple."""
+"""Packs the state of Python's `random`: the words of the Mersenne Twister, then the position in them."""
 
 _TORCH_BYTES = 5056
 _TORCH_PLACE = struct.Struct("<iiQ")
 _TORCH_PLACE_AT = 8
-"""Offset of three fields in the state of PyTorch's CPU generator: words left, a "seeded" flag, and next position."""
+"""Offset of three fields in the state of PyTorch's CPU generator: words left, a "seeded" flag, and next position.
+
+`_TORCH_PLACE` unpacks these fields.
+"""
 
 _CUDA_BYTES = 16
 
@@ -47,8 +50,8 @@ def capture() -> dict[str, Any]:
     """Return the states of the global generators of PyTorch, Python and NumPy in this process.
 
     This includes PyTorch's CPU generator, the generator of the current CUDA device if this process uses CUDA, the
-    `random` module, and `numpy.random`'s legacy global generator. Entries of a missing generator are None. NumPy's
-    entries are also None if its global generator was replaced by a generator other than the Mersenne Twister.
+    `random` module, and `numpy.random`'s legacy global generator. The CUDA entry is None if this process does not use
+    CUDA. NumPy's entries are None if its global generator was replaced by another type than the Mersenne Twister.
     """
     version, words, gauss = random.getstate()
     return {
@@ -62,7 +65,7 @@ def capture() -> dict[str, Any]:
 
 
 def seed_alike(seed: int) -> None:
-    """Seed the global generators of PyTorch, Python and NumPy, so that models start identical on all ranks."""
+    """Seed the global generators of PyTorch, Python and NumPy, so that all ranks draw the same random numbers."""
     torch.manual_seed(seed)  # also seeds CUDA
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -74,10 +77,10 @@ def part_ways(seed: int, rank: int) -> None:
 
 
 def fork(state: Mapping[str, Any], number: int) -> None:
-    """Set the generators to a captured state or, if `number` is above 0, to a state derived from it and `number`.
+    """Restore a captured state or, if `number` is above 0, seed the generators from the captured state and `number`.
 
-    Each generator is reseeded from its own captured state. So a generator that the user seeded yields the same numbers
-    even if another generator was not seeded.
+    The seed of each generator depends only on the captured state of the same generator. So a generator that the user
+    seeded yields reproducible numbers even if another generator was not seeded.
     """
     restore(state)
     if number == 0:
@@ -117,7 +120,7 @@ def restore(state: Any) -> None:
 
 
 def _checked(state: Any) -> list[Any]:
-    """Return the states for the generators of PyTorch, CUDA, Python and NumPy; None for generators not in `state`."""
+    """Return the states to set in the generators of PyTorch, CUDA, Python and NumPy, or None to skip a generator."""
     missing = [key for key in _KEYS if key not in state] if isinstance(state, Mapping) else list(_KEYS)
     if missing:
         raise ValueError(f"`restore(state)`: `state` lacks {missing}. Pass what `capture()` returned.")
@@ -138,7 +141,7 @@ def _checked(state: Any) -> list[Any]:
 def _checked_torch(content: Any) -> torch.Tensor:
     state = _bytes_to_tensor(content)
     torch.Generator().set_state(state)
-    if len(content) == _TORCH_BYTES:  # PyTorch checks each field, but together they may point past the words
+    if len(content) == _TORCH_BYTES:  # PyTorch checks each field, but not whether their sum exceeds the words
         num_left, _, position = _TORCH_PLACE.unpack_from(content, _TORCH_PLACE_AT)
         _require(num_left + position <= _NUM_WORDS + 1, "a position outside of its words")
     return state

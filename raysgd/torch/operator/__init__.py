@@ -1,1 +1,1 @@
-"""The library's record of a PyTorch operator, and the implementation of `register`."""
+"""Private state that the library keeps for a PyTorch operator, and the implementation of `register`."""

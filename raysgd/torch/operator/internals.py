@@ -1,8 +1,8 @@
-"""The library's record of a PyTorch operator: registered objects, trained parts, and the objects its methods use.
+"""Private state that the library keeps for a PyTorch operator, available to the library as `operator._raysgd`.
 
-The trained parts are the parameters that are not frozen and the parameter groups of optimizers, as of the end of
-`setup` or the last `rewrap`. Snapshots contain a record of them if `rewrap` changed them, so that processes that ran
-only `setup` train the same parts.
+It includes the trained parts: which parameters are frozen, and the parameter groups of optimizers, as of the end of
+`setup` or the last `rewrap`. If `rewrap` changed them, snapshots contain them by name, so that a new worker, which ran
+only `setup`, trains the same parts.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from raysgd.utils import IS_PADDING
 
 Flags = tuple[list[list[bool]], list[int]]
 Noted = dict[str, Any]
-"""Trained parts by name. `frozen`: frozen parameters by module. `groups`: parameters by optimizer and group."""
+"""Trained parts by parameter name: `frozen` lists the frozen ones of each module, `groups` each optimizer's groups."""
 
 
 class TrainedParts:
-    """A record of frozen parameters and optimizer groups.
+    """Records which parameters are frozen and which parameter groups optimizers have, and detects changes.
 
     Args:
-        registered: The registered objects, at the end of `setup`.
+        registered: Objects that the operator registered, at the end of `setup`.
     """
 
     def __init__(self, registered: RegisteredObjects) -> None:
@@ -54,26 +54,27 @@ class TrainedParts:
         self.note()
 
     def note(self) -> None:
-        """Record which parts are trained now."""
+        """Record the current frozen parameters and parameter groups."""
         self._now, self._flags = _read(self._registered), _flags_of(self._registered)
 
     @property
     def since_setup(self) -> Noted | None:
-        """The recorded trained parts, for a snapshot; None if they are unchanged since `setup`."""
+        """Trained parts at the last `note`, to store in a snapshot; None if unchanged since the end of `setup`."""
         return None if self._now == self._of_setup else self._now
 
     @property
     def flags(self) -> Flags:
-        """The current trained parts: `requires_grad` of each parameter, and the number of groups of each optimizer."""
+        """Current `requires_grad` of each parameter, and current number of parameter groups of each optimizer."""
         return _flags_of(self._registered)
 
     def has_changed(self, freezes_in_batches: bool = False) -> bool:
         """Return True if parameters were frozen or unfrozen, or groups were added, since the last `note`.
 
-        A fully frozen model counts as unchanged, because user code may freeze it for a part of each batch.
+        A model whose parameters are now all frozen counts as unchanged, because user code may freeze a model for a part
+        of each batch, such as a GAN's discriminator.
 
         Args:
-            freezes_in_batches: True to count individual frozen parameters as unchanged, too.
+            freezes_in_batches: True to ignore all newly frozen parameters and detect only unfrozen ones.
         """
         present = _flags_of(self._registered)
         if present == self._flags:
@@ -88,10 +89,10 @@ class TrainedParts:
         )
 
     def check(self, freezes_in_batches: bool = False) -> None:
-        """Check that the trained parts have not changed since the last `note`; see `has_changed`.
+        """Raise if `has_changed` returns True.
 
         Raises:
-            ValueError: The trained parts have changed.
+            ValueError: Parameters were frozen or unfrozen, or groups were added, without a call of `rewrap`.
         """
         if self.has_changed(freezes_in_batches):
             raise ValueError(
@@ -103,10 +104,10 @@ class TrainedParts:
         """Freeze and unfreeze parameters and add groups to match a snapshot. Return True if anything changed.
 
         Args:
-            noted: The trained parts in the snapshot; None for the trained parts at the end of `setup`.
+            noted: Trained parts from the snapshot; None for those at the end of `setup`.
 
         Raises:
-            ValueError: A group has parameters that are not registered.
+            ValueError: A group in the snapshot has parameters that are not registered here.
         """
         noted = noted or self._of_setup
         if noted == self._now and not self.has_changed():
@@ -137,7 +138,7 @@ def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _named(optimizer: Any, names: Mapping[int, str]) -> list[list[str | None]]:
-    """Return the names of the parameters in each group, with None for a parameter that is not registered."""
+    """Return the names of the parameters in each parameter group, with None for a parameter without a name."""
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in _groups_of(optimizer)]
 
 
@@ -152,7 +153,13 @@ def _names(registered: RegisteredObjects) -> dict[str, torch.Tensor]:
 def _give_groups(
     optimizer: Any, groups: Sequence[Sequence[str | None]], parameters: Mapping[Any, torch.Tensor]
 ) -> None:
-    """Set an optimizer's groups: remove its groups from the first that differs, and add the remaining ones."""
+    """Replace an optimizer's parameter groups, starting with the first group that differs from `groups`.
+
+    Args:
+        optimizer: Optimizer to change.
+        groups: Names of the parameters in each group.
+        parameters: Registered parameters by name.
+    """
     own = _named(optimizer, {id(parameter): name for name, parameter in parameters.items()})
     num_alike = 0
     for ours, theirs in zip(own, groups, strict=False):
@@ -175,13 +182,13 @@ _NOTHING = nullcontext()
 
 
 class OptimizerChoice:
-    """Chooses the optimizers for a call of `backward` or `optimizer_step`.
+    """Determines which optimizers a call of the operator's `backward` or `optimizer_step` is for.
 
-    Takes the optimizers from the argument or from the default method that is running. Otherwise, takes the only
-    registered optimizer.
+    These are the optimizers in the argument, or else the optimizer that the running default method acts on, or else
+    `self.optimizer` if only one optimizer is registered.
 
     Args:
-        default: Returns `self.optimizer` of the operator. Raises if the operator has none.
+        default: Returns the operator's `self.optimizer`. Raises if the operator has none.
 
     Attributes:
         registered: All registered optimizers.
@@ -193,12 +200,15 @@ class OptimizerChoice:
         self._acting: Any = None
 
     def acting_on_usual(self) -> AbstractContextManager[None]:
-        """Context in which methods that are called without an optimizer act on `self.optimizer`."""
+        """Make methods that are called without an optimizer act on `self.optimizer` in the `with` block."""
         return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
 
     @contextmanager
     def acting_on(self, optimizer: Any) -> Iterator[None]:
-        """Make methods act on `optimizer` inside the context, including overrides without an `optimizer` parameter."""
+        """Make methods that are called without an optimizer act on `optimizer` in the `with` block.
+
+        This includes the user's overrides that have no parameter `optimizer`.
+        """
         before, self._acting = self._acting, optimizer
         try:
             yield
@@ -209,8 +219,8 @@ class OptimizerChoice:
         """Return the optimizers that a method acts on.
 
         Args:
-            method: Name of the method.
-            given: The method's argument `optimizer`.
+            method: Name of the method, for errors.
+            given: Value of the method's argument `optimizer`: an optimizer, a list of optimizers, or None.
 
         Raises:
             ValueError: It is unclear which optimizers are meant.
@@ -235,29 +245,34 @@ class OptimizerChoice:
         return [self._default()]
 
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
-        """Return the other optimizers whose gradients default methods also clear: these methods have only one loss."""
+        """Return the optimizers other than the chosen one whose gradients `backward` must also clear.
+
+        If `backward` got no optimizer, its loss is the only loss of the batch, and may have gradients for parameters of
+        all registered optimizers. If it got an optimizer (`given`), the list is empty.
+        """
         registered = () if given is not None else self.registered
         return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
 
 
 class TorchInternals(Internals):
-    """The library's record of a PyTorch operator.
+    """Private state that the library keeps for a PyTorch operator.
 
     Attributes:
-        registered: Models, optimizers, criterion and schedulers.
-        data: Data loaders.
-        scheduler_step_freq: When the library steps schedulers.
+        registered: Models, optimizers, criterion and schedulers that the operator registered.
+        data: Data loaders that the operator registered.
+        scheduler_step_freq: When the library steps schedulers: "batch", "epoch", "manual" or None.
         precision: Numeric precision of the training.
-        parallel: Strategy that keeps the replicas in sync. Its `leg` is the `place` of training batches.
-        choice: Chooses the optimizers for a call of `backward` or `optimizer_step`.
-        trained: Frozen parameters and optimizer groups; None before the end of `setup`.
-        remade: Frozen parameters that states leave out; None unless the operator sets `remakes_frozen`.
-        loss_calls: Observes calls of the criterion.
-        own_steps: Clips gradients before optimizers step.
+        parallel: Strategy that keeps the replicas in sync. While batches are trained, its `leg` (the part of the
+            running call that this worker group runs) is also the `place` of this object.
+        choice: Determines which optimizers a call of `backward` or `optimizer_step` is for.
+        trained: Frozen parameters and optimizers' parameter groups; None before the end of `setup`.
+        remade: Frozen parameters that states omit; None unless the operator sets `remakes_frozen`.
+        loss_calls: Notifies listeners of calls of the criterion.
+        own_steps: Clips gradients before optimizers step, even if user code calls `step`.
         gradients: Computes and applies gradients.
         chosen: Optimizer hyperparameters that `setup` chose.
-        follows_rate: True if a learning rate was adjusted to the last change of the config.
-        evaluated: Calls of the criterion in a validation batch whose results are means over labels.
+        follows_rate: True if learning rates were adjusted when the config last changed.
+        evaluated: Calls of the criterion in the current validation batch whose results are means over labels.
     """
 
     context: OperatorContext
@@ -274,7 +289,7 @@ class TorchInternals(Internals):
         self.own_steps = OwnSteps(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
-        self._reported: dict[str, Any] | None = None  # metrics of the current batch from the default `train_batch`
+        self._reported: dict[str, Any] | None = None  # metrics that the current batch passed to `report`
         self._counts_ahead = False
         self.evaluated: list[LossCall] = []
         self.loss_calls = LossCalls()
@@ -291,7 +306,7 @@ class TorchInternals(Internals):
         """Convert arrays to a batch for the operator's models."""
         return as_batch(arrays, form, self.registered.original_models)
 
-    # The next three properties are empty before `register`, because nothing is computed in the precision yet.
+    # Before `register`, the next three properties return False or None, because the precision is not in use yet.
 
     @property
     def fp16(self) -> bool | str:
@@ -314,7 +329,7 @@ class TorchInternals(Internals):
         return getattr(self._operator, "criterion", self.registered.criterion)
 
     def register(self, **given: Any) -> tuple[Any, ...]:
-        """Register the arguments of the operator's `register`. Return the value for `register` to return."""
+        """Implement `operator.register`: prepare, wrap and record the objects. Return the wrapped objects."""
         if self._operator.remakes_frozen:
             self.parallel.shares_frozen = False
         register(self._operator, self.context, given, self.registered, self._keep)
@@ -325,11 +340,11 @@ class TorchInternals(Internals):
         self.registered, self.choice.registered = registered, registered.optimizers
 
     def begin_training(self, counts_ahead: bool = False) -> None:
-        """Called at the end of `setup`. Gradients of parameters that are frozen by then are not averaged.
+        """Prepare for training at the end of `setup`. Gradients of parameters that are frozen by then are not averaged.
 
         Args:
-            counts_ahead: True if metrics can go to the meters before the backward pass, because no user code runs
-                between `train_batch` and the meters.
+            counts_ahead: True to add a batch's metrics to the meters, which accumulate metrics, before the batch's
+                backward pass. No user code may then change the metrics after `train_batch`.
         """
         self._counts_ahead = counts_ahead
         self.trained = TrainedParts(self.registered)
@@ -340,7 +355,7 @@ class TorchInternals(Internals):
             warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
 
     def _leave_out_frozen(self) -> None:
-        """Leave frozen parameters out of states from now on, after checking that they are the same on all ranks.
+        """Omit frozen parameters from states from now on, after checking that they are the same on all ranks.
 
         Raises:
             ValueError: The ranks' frozen parameters differ, or the models are sharded.
@@ -358,20 +373,29 @@ class TorchInternals(Internals):
             self.remade.check_ranks(self.sum_over_workers)
 
     def rewrap(self) -> None:
-        """Start averaging the gradients of all parameters that are trainable now."""
+        """Start averaging the gradients of all parameters that are trainable now. Implements `operator.rewrap`."""
         self.parallel.rewrap(self.registered.wrapped)
-        if self.trained is not None:  # otherwise still in `setup`
+        if self.trained is not None:  # None during `setup`
             self.trained.note()
         if self.remade is not None:
             self.remade.follow_trained()
 
     def follow_trained(self, noted: Noted | None) -> None:
-        """Train the parts that a snapshot lists. Called on all ranks that load the snapshot."""
+        """Freeze and unfreeze parameters and set parameter groups as in a snapshot that all ranks load.
+
+        Args:
+            noted: Trained parts from the snapshot; None for those at the end of `setup`.
+        """
         if self.trained.take(noted):
             self.parallel.rewrap(self.registered.wrapped, is_agreed=True)
 
     def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-        """Adjust the optimizers' learning rates to a changed `lr` of the config."""
+        """Adjust the optimizers' learning rates if the config's `lr` has changed.
+
+        Args:
+            config: New config.
+            changed: Previous values of the entries that changed.
+        """
         if "lr" not in changed:
             return
         new = hyperparameters.follow(self.chosen, config["lr"], changed["lr"])
@@ -384,9 +408,9 @@ class TorchInternals(Internals):
         return (parameter for part in self.registered.trained for parameter in part.parameters())
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
-        """Split the result of `forward` into output, loss and weight. Log the metrics in it."""
+        """Split what `forward` returned into output, loss and weight. Log the metrics if it also returned some."""
         if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
-            return *returned, None  # like the default `forward`
+            return *returned, None  # the form that the default `forward` returns
         parts, metrics = batches.without_metrics(returned)
         for name, value in metrics.items():
             note(self.logged, name, value)
@@ -412,26 +436,26 @@ class TorchInternals(Internals):
         """Return the number of samples of a batch, and the batch's weight if it has one.
 
         Args:
-            features: The inputs.
-            target: The target.
-            weight: Weight that `forward` returned; None if it returned none. If the number of samples is unknown as
-                well, the batch is weighted by the labels that the criterion counts.
+            features: Inputs of the batch.
+            target: Target of the batch.
+            weight: Weight that `forward` returned, or None. Without a weight, if the number of samples is unknown as
+                well, the batch is weighted by its number of labels, provided that the criterion averages over labels.
 
         Raises:
-            ValueError: The batch has no weight, and the numbers of its samples and labels are unknown.
+            ValueError: The batch has no weight, and its numbers of samples and labels are unknown.
         """
         num_samples, found = self._sizes_of((*features, target))
         if weight is None and found != num_samples:
             if len(self.place.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.place.batch.has_uncounted = True  # unless the loss is the criterion's result
+            self.place.batch.has_uncounted = True  # cleared later if the loss is what the criterion returned
         counts = {NUM_SAMPLES: num_samples}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def _sizes_of(self, batch: Any) -> tuple[int, int]:
-        """Return the number of samples that were drawn for a batch, and the number that the batch contains.
+        """Return how many samples the sampler drew for a batch, and how many the batch contains.
 
-        For padding, both are the number that the batch contains.
+        They differ if a `collate_fn` adds or omits samples. For a padding batch, both are what the batch contains.
         """
         drawn = self.place.batch.num_samples if self.place is not None else None
         if drawn:
@@ -443,8 +467,10 @@ class TorchInternals(Internals):
         """Run `forward` on a validation batch.
 
         Returns:
-            The predictions, the target, the calls of the criterion, and a dict with `val_loss`, the number of samples,
-            and the weight if `forward` returned one.
+            - The predictions.
+            - The target.
+            - Calls of PyTorch losses in the criterion.
+            - A dict with `val_loss`, the number of samples, and the weight if `forward` returned one.
         """
         operator, comparisons = self._operator, list[LossCall]()
         features, target = operator.prepare_batch(batch)
@@ -464,9 +490,9 @@ class TorchInternals(Internals):
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Complete the metrics of the default `train_batch` before its backward pass.
 
-        In the default loop, the metrics are pending in the meters from here on. With the last gradients of the backward
-        pass, each rank sends its metrics to the other ranks, and they must include this batch. The meters count the
-        metrics once the step counts.
+        In the default loop, the metrics are also added to the meters, as pending. During the backward pass, each rank
+        sends the sums in its meters to the other ranks together with the gradients, and these sums must include the
+        current batch. The meters count pending metrics once the optimizer step is complete.
         """
         if not self._counts_ahead or self.place is None:
             return metrics
@@ -480,7 +506,8 @@ class TorchInternals(Internals):
     def end_batch(self, metrics: Any, batch: Any) -> None:
         """End a batch. Add the metrics that `train_batch` returned to the meters as pending, unless `report` did so.
 
-        The meters count them when the loop asks for the next batch. Until then, `global_step` is ahead of the meters.
+        The meters count them when the loop requests the next batch. Until then, the operator's `global_step` includes
+        the batch, but the meters do not.
         """
         leg, reported, self._reported = self.parallel.leg, self._reported, None
         if leg.batch.is_waiting:  # `train_batch` ran no backward pass
@@ -502,15 +529,15 @@ class TorchInternals(Internals):
         self._operator.global_step += leg.batch.is_last_part
 
     def note_amount(self, comparison: LossCall) -> None:
-        """Record a call of the criterion in an evaluation, and its number of labels."""
+        """Record a call of the criterion in a validation batch, if its result is a mean over labels."""
         if comparison.amount is not None:
             self.place.batch.amounts.append(comparison.amount)
             self.evaluated.append(comparison._replace(output=None, target=None))  # output and target are large
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
-            return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # the batch was left out
-        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # otherwise already complete
+            return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
+        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # not complete yet
             metrics = super().completed(metrics, batch)
         if self.place is None or not isinstance(metrics, Mapping):
             return metrics
@@ -523,7 +550,7 @@ class TorchInternals(Internals):
         return metrics if counts_alike else self._weighted(metrics)
 
     def _check_count(self, num_samples: Any) -> None:
-        """Reject a returned `num_samples` that differs from the number of samples that weighted the gradients."""
+        """Raise if `train_batch` returned another `num_samples` than the one by which the gradients were weighted."""
         batch = self.place.batch
         counts = self.place.has_several_batches and not batch.is_padding
         if counts and num_samples != batch.samples is not None:
@@ -535,7 +562,7 @@ class TorchInternals(Internals):
             )
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the metrics of a batch, with weights for losses that are not means over samples."""
+        """Add weights to a batch's metrics for losses that are means over labels instead of samples."""
         if BATCH_WEIGHT in metrics:
             return metrics
         if self.evaluated:
@@ -545,10 +572,10 @@ class TorchInternals(Internals):
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 
     def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
-        """Return the number of labels over which `val_loss` is the mean; None if it is not a result of the criterion.
+        """Return the number of labels over which `val_loss` is the mean; None if it is not what the criterion returned.
 
         Raises:
-            ValueError: `val_loss` is not a criterion's result, and the criterion counts labels unevenly.
+            ValueError: `val_loss` is not what the criterion returned, and the criterion weights or ignores labels.
         """
         loss = metrics.get("val_loss")
         for call in self.evaluated:
@@ -572,7 +599,7 @@ class TorchInternals(Internals):
         return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects.remember_all)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """Predict a batch like the default `predict_batch`."""
+        """Implement the default `predict_batch`: call the model on the inputs of a batch and return its prediction."""
         operator, model = self._operator, required(self._operator, "model")
         features = batches.inputs(operator.prepare_batch, batch, info.get(HAS_TARGET, False), model)
         with operator.timers.record("predict_fwd"), self.precision.forward():
@@ -580,11 +607,12 @@ class TorchInternals(Internals):
         return batches.prediction(output)
 
     def mean_over_workers(self, name: str, *parts: Mapping[str, Any]) -> float | None:
-        """Return the mean of a metric over all workers; None if no worker has the metric. All workers must call this.
+        """Return the weighted mean of a metric over all workers; None if no worker has it. All workers must call this.
 
         Args:
             name: Name of the metric.
-            *parts: This worker's metrics: of an epoch or, with `num_samples`, of parts of a batch or from user code.
+            *parts: This worker's metrics: the summary of an epoch, or dicts of parts of a batch, each of which has its
+                `num_samples` as weight.
         """
         counted = []
         for metrics in parts:
@@ -608,7 +636,7 @@ class TorchInternals(Internals):
 
 
 def _is_result(value: Any, result: torch.Tensor) -> bool:
-    """Return True if a metric is this result of the criterion, as a tensor or as a number."""
+    """Return True if the value of a metric is `result`, what the criterion returned, as a tensor or as a number."""
     if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
         return True
     own = result.item()
@@ -626,11 +654,11 @@ def _unknown_count(drawn: int, found: int) -> ValueError:
 
 
 def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
-    """Return the weights of individual metrics, as entries for a batch's metrics.
+    """Return entries to add to a batch's metrics for metrics whose weights differ from the batch's weight.
 
     Args:
         counts: Number of samples of the batch, and the batch's weight if it has one.
-        amounts: Weights by metric; None if a metric has the batch's weight.
+        amounts: Weight of each metric; None for the batch's weight.
     """
     usual = counts.get(BATCH_WEIGHT, counts[NUM_SAMPLES])
     are_special = {name: isinstance(each, torch.Tensor) or each not in (None, usual) for name, each in amounts.items()}

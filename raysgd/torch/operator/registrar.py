@@ -1,7 +1,7 @@
-"""Implements `register` and `register_data`: checks, prepares and wraps the objects, and records them.
+"""Implements the operator's `register` and `register_data`: checks, prepares, wraps and records the user's objects.
 
-The library trains, saves and restores the recorded objects, whatever other attributes an operator has. The user may
-pass one object, or several in a container, and gets the result in the same type of container.
+The library trains, saves and restores only the recorded objects, regardless of the operator's other attributes. The
+user may pass a single object, or a container of several, and gets the wrapped objects in the same type of container.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 
 
 def models_of(given: Any) -> RegisteredParts:
-    """Return the models in an argument: one module, even if it is iterable, or several.
+    """Return the models in the argument `models` of `register`. A module counts as one model, even if it is iterable.
 
     Raises:
-        InvalidRegistrationError: An object is not a module, or the argument contains none.
+        InvalidRegistrationError: An object is not a module, or the argument contains no module.
     """
     what = "a `torch.nn.Module` (criteria go into `criterion`, loaders into `register_data`)"
     return parts_of("models", given, lambda item: isinstance(item, torch.nn.Module), what)
 
 
 def optimizers_of(given: Any) -> RegisteredParts:
-    """Return the optimizers in an argument: one or several. Any object with a `step` method counts.
+    """Return the optimizers in the argument `optimizers` of `register`. Any object with a `step` method is accepted.
 
     Raises:
-        InvalidRegistrationError: An object cannot step, or has no parameters.
+        InvalidRegistrationError: An object has no `step` method, or an optimizer has no parameters.
     """
     parts = parts_of("optimizers", given, _steps, "an optimizer, which has a `step`", may_be_empty=True)
     for optimizer in parts.items:
@@ -63,7 +63,7 @@ def _check_parameters(optimizer: Any) -> None:
 
 
 def criterion_of(given: Any) -> Any:
-    """Return the criterion in an argument; None if the argument is empty.
+    """Check the argument `criterion` of `register` and return it; None if there is no criterion.
 
     Raises:
         InvalidRegistrationError: The criterion is not callable.
@@ -80,6 +80,11 @@ def criterion_of(given: Any) -> Any:
 
 def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
     """Check that a loader yields batches. Warn about a dataset, which may yield samples.
+
+    Args:
+        name: Name of the argument of `register_data`, for messages.
+        given: Loader that the user passed.
+        warn: False to suppress the warning.
 
     Raises:
         InvalidRegistrationError: The loader is not iterable, or yields samples.
@@ -108,7 +113,7 @@ def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
 
 
 def schedulers_of(given: Any) -> RegisteredParts | None:
-    """Return the schedulers in an argument: any number, which may be 0. None if the argument was not passed."""
+    """Return the schedulers in the argument `schedulers` of `register`, which may be empty; None if it is not given."""
     if given is None or given is False:
         return None
     return parts_of("schedulers", given, _steps, "a scheduler, which has a `step`", may_be_empty=True)
@@ -119,7 +124,7 @@ def _steps(item: Any) -> bool:
 
 
 def own_parameters(part: Any, models: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Return the parameters of a criterion, except those of models that the criterion refers to."""
+    """Return the parameters of a criterion, except parameters of registered models that the criterion contains."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     parameters = part.parameters() if isinstance(part, torch.nn.Module) else ()
     return [parameter for parameter in parameters if id(parameter) not in known]
@@ -129,9 +134,9 @@ def outsiders(optimizers: Sequence[Any], modules: Iterable[torch.nn.Module], own
     """Return descriptions of the optimizers' parameters that belong to none of the modules.
 
     Args:
-        optimizers: The optimizers to register, before wrapping replaces their parameters.
-        modules: The modules that are trained, saved and restored.
-        owner: The operator. Parameters are described by its attributes.
+        optimizers: Optimizers to register, before wrapping replaces their parameters.
+        modules: Modules that are trained, saved and restored.
+        owner: Operator. A parameter in one of its attributes is described by the attribute's name.
     """
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     return [
@@ -155,18 +160,18 @@ def _named(parameter: Any, owner: Any) -> str | None:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """The record of the objects that were passed to `register`. Empty before that call.
+    """The objects that the operator passed to `register`. Empty before that call.
 
     Attributes:
-        original_models: The models without wrappers.
-        models: The models with their wrappers, as training calls them.
-        optimizers: The optimizers. With Horovod, the wrapped optimizers.
-        criterion: The criterion, wrapped if it has parameters.
-        original_criterion: The criterion without its wrapper, if it has trainable parameters; otherwise None.
-        own_criterion: The criterion with its wrapper, if it has parameters, trainable or frozen; otherwise None.
-        schedulers: The schedulers.
-        returned: The return value of `register`.
-        has_schedulers: True if schedulers were passed, even an empty container.
+        original_models: Models without wrappers.
+        models: Models with wrappers such as `DistributedDataParallel`, as training calls them.
+        optimizers: Optimizers. With Horovod, they are wrapped.
+        criterion: Criterion, wrapped if it has parameters.
+        original_criterion: Criterion without its wrapper if it has trainable parameters; otherwise None.
+        own_criterion: Criterion with its wrapper if it has parameters, trainable or frozen; otherwise None.
+        schedulers: Learning rate schedulers.
+        returned: Return value of `register`.
+        has_schedulers: True if the argument `schedulers` was passed, even if it is an empty container.
     """
 
     original_models: list[torch.nn.Module] = field(default_factory=list)
@@ -194,11 +199,11 @@ class RegisteredObjects:
 
 @dataclass(frozen=True)
 class RegisteredData:
-    """The record of the data that was passed to `register_data`, as this worker iterates over it.
+    """The data that the operator passed to `register_data`, prepared for this worker.
 
     Attributes:
-        train: The train loader, sharded or not; None without a train loader.
-        validation: The validation loader, sharded or not; None without a validation loader.
+        train: Training data, sharded if possible; None if it was not registered.
+        validation: Validation data, sharded if possible; None if it was not registered.
     """
 
     train: ShardedLoader | UndividedLoader | StreamData | None = None
@@ -211,12 +216,12 @@ class RegisteredData:
 
     @property
     def train_loader(self) -> Any:
-        """The train loader, rebuilt if it is sharded; None without a train loader."""
+        """The loader for training, rebuilt if it is sharded; None if it was not registered."""
         return None if self.train is None else self.train.loader
 
     @property
     def validation_loader(self) -> Any:
-        """The validation loader, rebuilt if it is sharded; None without a validation loader."""
+        """The loader for validation, rebuilt if it is sharded; None if it was not registered."""
         return None if self.validation is None else self.validation.loader
 
 
@@ -230,16 +235,17 @@ def register(
     """Check the objects that an operator registers, move them to the device, and prepare and wrap them.
 
     Args:
-        operator: The operator, with hooks that the user may have overridden.
-        context: Context of the operator.
-        given: The arguments of the operator's `register`, by name.
-        before: The record of the previous call.
-        keep: Called with the record, even while it is incomplete, because the hooks may read it.
+        operator: Operator, whose hooks for DDP and Apex the user may have overridden.
+        context: Rank, device and settings of the operator.
+        given: Arguments of the operator's `register`, by name.
+        before: Objects registered by a previous call of `register`.
+        keep: Stores the registered objects. It is also called before they are complete, because the hooks may read
+            them.
 
     Raises:
         InvalidRegistrationError: An object has the wrong type. Or there are several workers, and an optimizer has
             parameters that belong to no registered module.
-        ValueError: Options are not a dict, or schedulers are passed without `scheduler_step_freq`.
+        ValueError: `ddp_args` or `apex_args` is not a dict, or schedulers are passed without `scheduler_step_freq`.
     """
     parallel = context.parallel
     ddp_args, apex_args = _options("ddp_args", given["ddp_args"]), _options("apex_args", given["apex_args"])
@@ -278,12 +284,12 @@ def register(
         record = replace(record, schedulers=schedulers.items, has_schedulers=True)
     keep(replace(record, returned=tuple(returned)))
     chosen = context.settings.step_options.compile
-    for model in () if chosen is False else record.models:  # in place, so that the models stay the same objects
+    for model in () if chosen is False else record.models:  # compiles in place, so user code keeps valid references
         model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
 
 def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
-    """Apply the options that change a model before it is wrapped. Keys of its state dict do not change."""
+    """Apply the options `sync_batchnorm` and `activation_checkpointing`. Keys of the state dict do not change."""
     options = context.settings.step_options
     if options.sync_batchnorm and context.is_one_of_several:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -298,12 +304,19 @@ def _with_criterion(
     own: Sequence[torch.nn.Parameter],
     ddp_args: dict[str, Any],
 ) -> RegisteredObjects:
-    """Wrap and record a criterion with parameters, like a model."""
+    """Wrap and record a criterion if it has parameters, like a model.
+
+    Args:
+        context: Rank, device and settings of the operator.
+        record: Registered objects, with an unwrapped criterion.
+        own: Parameters of the criterion, except those of models that it contains.
+        ddp_args: Options for `DistributedDataParallel`.
+    """
     if not own:
         return record
     assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
     is_trained = any(parameter.requires_grad for parameter in own)
-    # Leave out the communication hook, whose state belongs to one model.
+    # A user's communication hook may have a state that belongs to one model, so the criterion is wrapped without it.
     options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
     wrapped = context.parallel.wrap(record.criterion, context.device_ids, options if context.wrap_ddp else {})
     original = record.criterion if is_trained else None
@@ -311,7 +324,7 @@ def _with_criterion(
 
 
 def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
-    """Reject optimizers with parameters that are not averaged or saved. With a single worker, only warn."""
+    """Reject optimizers with parameters that belong to no registered module. With a single worker, only warn."""
     is_distributed = context.world.is_distributed
     if is_distributed and not context.parallel.synchronizes:
         return  # the user keeps the replicas in sync
@@ -343,9 +356,9 @@ def register_data(
     """Shard the loaders over the workers.
 
     Args:
-        context: Context of the operator.
-        train_loader: A loader, another iterable, a stream, a dataset of Ray Data, or None.
-        validation_loader: Like `train_loader`.
+        context: Rank, device and settings of the operator.
+        train_loader: Training data: a loader, another iterable, a stream, a dataset of Ray Data, or None.
+        validation_loader: Validation data, of the same types.
         make_batch: Converts arrays of Ray Data to a batch.
 
     Raises:
@@ -361,7 +374,10 @@ def register_data(
 
 
 def global_batches(settings: TorchSettings) -> GlobalBatchRule | None:
-    """Return the rule for sharding loaders by global batches; None if a loader's batch size is that of one worker."""
+    """Return the rule for splitting global batches, the batches of all workers together.
+
+    Return None if a loader's batch size is the batch size of one worker.
+    """
     options = settings.batch_options
     if not options.is_global:
         return None
@@ -395,7 +411,11 @@ def _divided(
 
 
 def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
-    """Return the data of a stream, which all workers read together."""
+    """Prepare a stream, whose shards the workers read together.
+
+    Raises:
+        InvalidRegistrationError: The trainer's options do not support streams.
+    """
     rule, reason = global_batches(context.settings), context.settings.obstacle_of_streams
     if rule is None or reason is not None:
         raise InvalidRegistrationError(f"`register_data({name}_loader=...)` got {reason}")
@@ -403,7 +423,7 @@ def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamDat
 
 
 def _of_ray(context: OperatorContext, batches: RayBatches, make_batch: Convert, *, training: bool) -> UndividedLoader:
-    """Return a loader over Ray Data, which the driver shards unless every worker reads all of it."""
+    """Return a loader over a dataset of Ray Data. The driver shards the dataset, unless each worker reads all of it."""
     world, settings = context.world, context.settings
     is_shared = world.is_distributed and settings.add_dist_sampler
     if training and is_shared and not context.parallel.synchronizes:

@@ -1,4 +1,4 @@
-"""The arguments of a PyTorch operator: its trainer's settings, and its worker's context."""
+"""What a PyTorch operator is created with: the trainer's settings, and the rank and device of its worker."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from raysgd.trainer.configuration.settings import STREAMS_NEED, ReplicaSettings
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings(ReplicaSettings):
-    """The settings of all replicas. The docstring of `TorchTrainer` explains the other fields.
+    """Settings of a `TorchTrainer` that all its workers use.
+
+    The docstring of `TorchTrainer` explains the fields, except this one.
 
     Attributes:
-        may_grow: True to connect and wrap a single worker as if there were several, because others may join it.
+        may_grow: True to set up a single worker as if there were several, because other workers may join it later.
 
     Raises:
         ValueError: A value is invalid.
@@ -59,7 +61,7 @@ class TorchSettings(ReplicaSettings):
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if survivors of a failure can continue in a new group."""
+        """True if workers that survive a failure of another worker can continue in a new worker group."""
         return self.strategy == "ddp" and not self.use_horovod
 
     @property
@@ -76,7 +78,7 @@ def _check_tqdm() -> None:
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """The rank and settings of one operator, and the objects that it works with."""
+    """Settings, rank and device of one operator, and the objects for its precision and synchronization."""
 
     settings: TorchSettings
     world: World
@@ -86,12 +88,12 @@ class OperatorContext:
 
     @property
     def use_gpu(self) -> bool:
-        """True if the trainer requested GPUs and this worker has one."""
+        """True if this worker trains on a GPU."""
         return self.device.type == "cuda"
 
     @property
     def is_one_of_several(self) -> bool:
-        """True if there are other workers, or if others may join."""
+        """True if there are other workers, or if other workers may join later."""
         return self.world.is_distributed or self.settings.may_grow
 
     @property
@@ -101,11 +103,14 @@ class OperatorContext:
 
     @property
     def device_ids(self) -> list[int] | None:
-        """`device_ids` of `DistributedDataParallel`; None on a CPU."""
+        """Argument `device_ids` for `DistributedDataParallel`; None on a CPU."""
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
     def place(self, part: Any) -> Any:
-        """Move a model or criterion to the device. An uninitialized module is filled, unless it will be sharded."""
+        """Move a model or criterion to the device.
+
+        A module on PyTorch's meta device is allocated and initialized there, unless it will be sharded.
+        """
         if isinstance(part, torch.nn.Module) and is_empty(part):
             if not (self.parallel.is_sharded and trainable(part)):
                 fill(part, self.device)

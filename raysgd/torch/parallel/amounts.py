@@ -1,13 +1,15 @@
-"""The amounts by which batches count in the gradient of an optimizer step.
+"""Weights batches of different sizes in the gradient of an optimizer step.
 
-An *amount* is the number of samples of a batch, the weight that user code passed to its backward pass, or the number of
-labels that a PyTorch loss counts. The gradient of a step is the mean over all batches on all ranks, weighted by amount:
+The *amount* of a batch is its number of samples, the weight that user code passed to its backward pass, or the number
+of labels over which a PyTorch loss averages. A step's gradient is the mean over all batches and ranks, weighted by
+amount:
 
     gradient = sum of (amount * gradient) over all batches and ranks / sum of the amounts
 
-If a step has one batch, a hook multiplies the gradients before they are sent to the other ranks, even if user code runs
-the backward pass (`Leg.outgoing_weight`). If a step has several batches (a *window*), a hook would see the sum of their
-gradients. So each loss is multiplied by its amount, and the step divides the summed gradient by the sum of all amounts.
+If a step has one batch, a communication hook multiplies the gradients by their weight before they are sent to the other
+ranks, even if user code runs the backward pass (`Leg.outgoing_weight`). If a step has several batches (a *window*), a
+hook would see only the sum of their gradients. So each loss is multiplied by its amount, and the summed gradient is
+divided by the sum of all amounts before the step.
 
 ADR 3 explains why gradients are weighted by samples, over several batches, and by weights that users pass.
 """
@@ -26,14 +28,16 @@ class Window:
     """The batches whose gradients are accumulated for an optimizer step, with their amounts.
 
     Attributes:
-        is_weighted: True if batches count by something other than samples.
-        reference: Divisor of each amount, the same on all ranks, so that losses keep roughly their size.
+        is_weighted: True if the amounts are weights or labels instead of samples.
+        reference: Typical amount, the same on all ranks. Amounts are divided by it, so that the scale of losses stays
+            roughly the same.
         own: Sum of the amounts of this rank's batches.
-        total: Sum of the amounts of all ranks' batches. Set only if batches count by samples, whose total all ranks
-            know.
-        num_batches: Number of batches.
-        last: Number and weight of the last batch.
-        is_exchanged: True if the gradients are already averaged over the ranks, because no all-reduce was deferred.
+        total: Sum of the amounts of all ranks' batches. Set only if the amounts are samples, whose number each rank
+            knows for all ranks.
+        num_batches: Number of batches so far.
+        last: Sequence number and weight of the last batch.
+        is_exchanged: True if the gradients are already averaged over the ranks, because their all-reduce was not
+            deferred.
         is_of_criterion: True if the amounts come from the criterion, False if they come from user code.
     """
 
@@ -47,21 +51,29 @@ class Window:
     is_of_criterion: bool = False
 
     def correction(self, seen: float, num_ranks: int) -> float:
-        """Return the factor for the gradients at the step, or 0 if `seen`, the sum of all ranks' amounts, is 0."""
+        """Return the factor by which to multiply the summed gradients before the step.
+
+        Args:
+            seen: Sum of all ranks' amounts. If it is 0, the factor is 0.
+            num_ranks: Number of ranks.
+        """
         return self.reference * num_ranks / seen if seen else 0.0
 
 
 class Counted:
-    """The amount of a batch that does not count by its samples, and the sum of all ranks' amounts.
+    """The amount of a batch that is weighted by something other than samples, and the sum of all ranks' amounts.
 
     Args:
         amount: Amount of this rank's batch; 0 for padding.
-        reference: Divisor of the amounts, the same on all ranks. With equal amounts, it leaves gradients bit-identical.
+        reference: Typical amount, the same on all ranks, by which amounts are divided. If all amounts equal it,
+            gradients are not changed by rounding.
         num_ranks: Number of ranks.
-        wait: Returns the sum of all ranks' amounts. Called if the amounts were not sent with the gradients.
+        wait: Waits for the sum of all ranks' amounts and returns it. Called if the amounts were not sent with the
+            gradients.
 
     Attributes:
-        amount, reference: The arguments.
+        amount: Amount of this rank's batch.
+        reference: Typical amount, by which amounts are divided.
     """
 
     def __init__(self, amount: Any, reference: float, num_ranks: int, wait: Callable[[], Any]) -> None:
@@ -82,15 +94,19 @@ class Counted:
 
     @property
     def own(self) -> list[float]:
-        """The values that this rank sends to the other ranks."""
+        """Values that this rank sends to the other ranks with its gradients."""
         return [self.amount]
 
     def learn(self, told: Sequence[Sequence[float]]) -> None:
-        """Sum all ranks' amounts, which were sent with the gradients."""
+        """Compute the sum of all ranks' amounts from the amounts that were received with the gradients.
+
+        Args:
+            told: Value of `own` from each rank.
+        """
         self._total = sum(float(each) for (each,) in told)
 
     def factor(self) -> Any:
-        """Return the factor for this rank's gradients in the mean over all ranks; 0 if no amount counts."""
+        """Return the factor for this rank's gradients in the mean over all ranks; 0 if the sum of the amounts is 0."""
         share = self.amount * self._num_ranks
         if isinstance(self.total, torch.Tensor):
             return torch.nan_to_num(share / self.total)
@@ -98,14 +114,17 @@ class Counted:
 
 
 class Omitted:
-    """The samples that ranks leave out of a step. Uncorrected, the mean would count their gradients as 0.
+    """Counts the samples that user code skips in a step, to correct the mean, in which their gradients count as 0.
+
+    A global batch consists of the batches of all ranks at the same time. With gradient accumulation, a step has more
+    than one.
 
     Args:
         size: Largest number of global batches in the step.
 
     Attributes:
-        own: Number of samples that this rank leaves out of each global batch.
-        is_known: True if the numbers of all ranks are known.
+        own: Number of samples that this rank skips in each global batch.
+        is_known: True if the skipped samples of all ranks are known.
     """
 
     def __init__(self, size: int) -> None:
@@ -113,21 +132,31 @@ class Omitted:
         self.learn([self.own])
 
     def note(self, index: int, num_drawn: float, num_omitted: float) -> None:
-        """Record a batch of the global batch `index`: its samples on all ranks, and those that this rank leaves out."""
+        """Record a batch.
+
+        Args:
+            index: Index of its global batch in the step.
+            num_drawn: Number of its samples on all ranks.
+            num_omitted: Number of samples that this rank skips.
+        """
         self._drawn[index] += num_drawn
         self.own[index] += num_omitted
         self.is_known = False
 
     def learn(self, told: Sequence[Sequence[float]]) -> None:
-        """Sum the numbers of samples that all ranks leave out, which were sent with the gradients."""
+        """Compute the number of samples that all ranks skip from the numbers that were received with the gradients.
+
+        Args:
+            told: Value of `own` from each rank.
+        """
         self._of_all, self.is_known = [sum(map(float, each)) for each in zip(*told, strict=True)], True
 
     @property
     def correction(self) -> float:
-        """Factor for the gradients; 0 if no sample counts.
+        """Factor by which to multiply the gradients; 0 if all samples of the step are skipped.
 
-        If all samples of one global batch are left out and other batches of the step count, the gradient of that global
-        batch counts as 0, as with Lightning.
+        If all samples of a global batch are skipped, but not all of the step, the gradient of that global batch counts
+        as 0 in the mean, like with Lightning.
         """
         drawn = self._drawn
         kept = [all_of_it - left for all_of_it, left in zip(drawn, self._of_all, strict=True)]

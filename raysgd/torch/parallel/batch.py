@@ -1,4 +1,4 @@
-"""One batch of a training call: fixed facts about the batch, and a log of what happened in it."""
+"""One batch of a training call: its size and weight, and what has happened in it."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ from typing import Any
 
 
 class Batch:
-    """Fixed facts about one batch, and a log of what happened in it.
+    """One batch of one rank: its size and weight, and what has happened in it.
 
-    A `Batch` without samples stands for user code before the first batch of a leg and after the last.
+    A leg is the part of a training call that one worker group runs. A global batch consists of the batches of all ranks
+    at the same time. A rank may split its share of a global batch into parts, each of which is a `Batch`. A `Batch`
+    with default arguments stands for user code before the first batch of a leg and after the last.
 
     Args:
         weight: Factor for this rank's gradient in the mean over the ranks, if the batch is a step by itself.
         num_samples: Number of this rank's samples; 0 for padding, None if unknown.
-        total: With accumulation, the number of samples by which the batch counts in its step; None without
-            accumulation.
+        total: Number of samples by which the batch is weighted in its step; None without gradient accumulation.
         number: Number of batches that the leg has drawn, including this batch; 0 if this batch is not from the data.
         index: Number of global batches of the step that are complete after this batch.
         is_last_part: True if the global batch ends with this batch.
         is_boundary: True if the optimizer step ends with this batch. Always True without accumulation.
 
     Attributes:
-        weight, num_samples, total, number, index, is_last_part, is_boundary: The arguments.
-        is_padding: True if the batch has no samples and only takes part in the collectives of the other ranks.
-
-        is_waiting: True if the batch waits for its backward pass, and its weight matters.
+        weight, num_samples, total, number, index, is_last_part, is_boundary: Values of the arguments with these names.
+        is_padding: True if the batch has no samples of its own and exists only so that this rank takes part in the
+            collectives of the other ranks.
+        is_waiting: True if the batch still needs a backward pass and its weight matters.
         had_backward: True if a backward pass was recorded.
         computed: IDs of the optimizers that have gradients of this batch.
         weights: Weights that user code passed to the batch's backward passes.
-        amounts: Amounts, such as numbers of labels, over which the criterion averaged.
-        has_uncounted: True if a loss counted labels unevenly and no weight was passed. A tensor if only the device
-            knows.
+        amounts: Divisors, such as numbers of labels, by which the criterion averaged.
+        has_uncounted: True if a loss weighted or ignored labels and user code passed no weight. It is a tensor if the
+            answer is on a GPU.
         is_by_samples: True if a backward pass was weighted by the batch's number of samples.
-        is_exchanged: True if the batch's last gradients were sent.
-        was_asked_to_step: With accumulation, True if the optimizer was asked to step on this batch.
-        left_out: IDs of the optimizers that must not step, because no sample counts in their gradients.
+        is_exchanged: True if the batch's last gradients were sent to the other ranks.
+        was_asked_to_step: With accumulation, True if `optimizer_step` was called for this batch.
+        left_out: IDs of the optimizers that must not step, because all samples in their gradients were skipped.
     """
 
     __slots__ = (
@@ -80,7 +81,7 @@ class Batch:
         self.has_uncounted: Any = False
 
     def end(self) -> Batch:
-        """Return the `Batch` for user code after the last batch. It continues this log and is not from the data."""
+        """Return the `Batch` that stands for user code after this last batch. It takes over what has happened in it."""
         after = Batch(number=self.number, index=self.index, is_last_part=self.is_last_part)
         after.had_backward, after.computed = self.had_backward, self.computed
         after.is_exchanged, after.left_out = self.is_exchanged, self.left_out
@@ -89,10 +90,13 @@ class Batch:
 
     @property
     def samples(self) -> int | None:
-        """Number of this rank's samples, even if the library did not shard the data; None if unknown."""
+        """Number of this rank's samples or, if that is unknown, `total`; None if both are unknown."""
         return self.total if self.num_samples is None else self.num_samples
 
     def claim_rows(self) -> bool:
-        """Return True if the ranks must exchange rows now, which they do once per step, with its last gradients."""
+        """Return True if the ranks must exchange rows, each rank's metrics, now. They do so once per optimizer step.
+
+        Called with the last gradients of a backward pass.
+        """
         is_first, self.is_exchanged = not self.is_exchanged, True
         return is_first and self.is_boundary

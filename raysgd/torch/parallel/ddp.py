@@ -1,4 +1,4 @@
-"""Replicas that `DistributedDataParallel` keeps in sync, across changes of the worker group."""
+"""The strategy "ddp": `DistributedDataParallel` keeps the replicas in sync, even if the worker group changes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _WrappedModel:
     """A model in a `DistributedDataParallel` wrapper.
 
     Attributes:
-        model: The wrapper.
-        options: Options of the wrapper.
-        covered: Parameters whose gradients the wrapper averages: those that were not frozen when the wrapper was
-            created, or at the last `rewrap`.
+        model: The wrapper, which contains the model.
+        options: Arguments that the wrapper was created with.
+        covered: Parameters whose gradients the wrapper averages. They were trainable when the wrapper was created, or
+            at the last `rewrap`.
     """
 
     model: DistributedDataParallel
@@ -38,7 +38,7 @@ class DDP(Strategy):
     """Wraps every model that has trainable parameters in `DistributedDataParallel`.
 
     Args:
-        tells_rows: See `Strategy`.
+        tells_rows: True to exchange metrics between the ranks in each step.
     """
 
     synchronizes = True
@@ -47,14 +47,17 @@ class DDP(Strategy):
         super().__init__(tells_rows=tells_rows)
         self._wrapped: list[_WrappedModel] = []
         self._armed: set[int] = set()
-        self._hooked: set[int] = set()  # IDs of the wrappers that have our communication hook
+        self._hooked: set[int] = set()  # IDs of the wrappers that have raysgd's communication hook
         self._numbers: dict[int, int] = {}  # sequence numbers of the wrappers, by ID
         self._uncovered: list[torch.nn.Parameter] = []
 
     def wrap(
         self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any], init_sync: bool = True
     ) -> torch.nn.Module:
-        """Wrap a model. Without `init_sync`, the wrapper does not copy rank 0's weights to other ranks."""
+        """Wrap a model. If `init_sync` is False, the wrapper does not copy rank 0's weights to the other ranks.
+
+        A model without trainable parameters is not wrapped.
+        """
         covered = trainable(model)
         if not covered:
             return self._leave_out(model)
@@ -83,14 +86,14 @@ class DDP(Strategy):
         return next(filter(None, (ddp_hooks.obstacle(each.options) for each in self._wrapped)), None)
 
     def reform(self) -> None:
-        """Reinitialize each wrapper for the new group, in place, because user code refers to the wrapper."""
+        """Reinitialize each wrapper in place for the new worker group, because user code holds references to it."""
         super().reform()
         for each in self._wrapped:
             self._build_anew(each, init_sync=False)
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         super().rewrap(models, is_agreed)
-        # Leave out models that users wrapped themselves.
+        # Models that users wrapped themselves are ignored.
         ours = [each for each in self._wrapped if any(each.model is model for model in models)]
         for each in ours:
             covered = trainable(each.model.module) or _with_gradients(each.model.module)
@@ -112,7 +115,7 @@ class DDP(Strategy):
 
     def _build_anew(self, each: _WrappedModel, init_sync: bool) -> None:
         wrapped = each.model
-        # Attributes of the wrapper as a module, such as hooks and mode, which users may have changed.
+        # Users may have changed attributes that every module has, such as hooks and the training mode.
         kept = {name: vars(wrapped)[name] for name in vars(torch.nn.Module())}
         with _training_only(each.covered, wrapped.module):
             wrapped.__init__(wrapped.module, init_sync=init_sync, **ddp_hooks.without_hook(each.options))  # type: ignore[misc]
@@ -131,7 +134,9 @@ class DDP(Strategy):
             )
 
     def begin_leg(self, models: Sequence[torch.nn.Module], may_run_backward: bool, *args: Any, **options: Any) -> Leg:
-        """Create a leg, and install the hook that weights, sends and tracks gradients.
+        """Create a leg (the part of a call that this worker group runs), and install the communication hooks.
+
+        A hook weights the gradients of a model, all-reduces them, and tracks whether this succeeds.
 
         Raises:
             ValueError: The user registered a communication hook on a model. PyTorch allows one hook per model.
@@ -145,7 +150,7 @@ class DDP(Strategy):
         return leg
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None]:
-        """Return a function that works like `DistributedDataParallel.no_sync`, for a batch instead of a context."""
+        """Return a function that switches gradient communication off and on, like `DistributedDataParallel.no_sync`."""
         wrapped = _wrappers(models)
 
         def defer(is_deferred: bool) -> None:
@@ -170,16 +175,17 @@ class DDP(Strategy):
                 omitted.learn([of_all])
             used = [parameter for parameter, count in zip(trained, has_gradient, strict=True) if count]
             for parameter in used:
-                if parameter.grad is None:  # only other ranks have a gradient
+                if parameter.grad is None:  # other ranks have a gradient, so this rank takes part with zeros
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.num_ranks)
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Average gradients that `DistributedDataParallel` does not. It averages only once after each forward pass.
+        """Run another backward pass of the same batch in the `with` block, then average the gradients.
 
-        Gradients that were averaged before are the same on all ranks, so averaging them once more does not change them.
+        `DistributedDataParallel` averages only once after each forward pass, so it may not average these gradients.
+        Gradients that were averaged before are the same on all ranks, and averaging them again does not change them.
         """
         self.exchanged.clear()
         with super().further_pass(parameters):
@@ -191,7 +197,7 @@ class DDP(Strategy):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Copy rank 0's buffers to every rank, then turn off collectives in forward passes."""
+        """Copy rank 0's buffers to every rank, then turn off collectives in forward passes during the `with` block."""
         wrapped = _wrappers(models)
         for model in wrapped:
             repeat_first(model.module.buffers())
@@ -207,13 +213,13 @@ class DDP(Strategy):
 
 
 def _with_gradients(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    """Return the parameters that can have gradients. For fully frozen models, which DDP would reject."""
+    """Return all parameters whose dtype allows gradients. Used for fully frozen models, which DDP would reject."""
     return tuple(each for each in model.parameters() if each.is_floating_point() or each.is_complex())
 
 
 @contextmanager
 def _training_only(covered: Iterable[torch.nn.Parameter], model: torch.nn.Module) -> Iterator[None]:
-    """Make exactly these parameters of a model trainable inside the context, regardless of what is frozen."""
+    """Set `requires_grad` to True only for the `covered` parameters of a model, during the `with` block."""
     before, ids = [(each, each.requires_grad) for each in model.parameters()], {*map(id, covered)}
     for parameter, _ in before:
         parameter.requires_grad_(id(parameter) in ids)

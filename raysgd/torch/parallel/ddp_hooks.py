@@ -1,10 +1,15 @@
-"""Communication hooks of `DistributedDataParallel`. They weight and send gradients, and record whether that succeeded.
+"""The communication hook that raysgd installs on each `DistributedDataParallel` wrapper.
 
-With the last bucket of a step, the hook also sends this rank's metrics (`StepRows`). Each model has one hook, raysgd's,
-which calls the user's hook if there is one.
+`DistributedDataParallel` passes gradients to the hook in buckets. The hook multiplies them by this rank's weight,
+all-reduces them, and records whether that succeeded. With the last bucket of a step, it also sends this rank's metrics
+(`StepRows`). PyTorch allows one hook per model, so raysgd's hook calls the user's hook if there is one.
+
+Some gradients are sent over the mesh instead of gloo. The mesh is a set of direct connections between the ranks, with
+which small sums are faster.
 """
 
-# No postponed annotations here: PyTorch checks the annotations of a communication hook and does not accept strings.
+# Without `from __future__ import annotations`, because PyTorch checks the annotations of a communication hook and does
+# not accept strings.
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,26 +28,26 @@ from raysgd.torch.parallel.amounts import Counted, Omitted
 from raysgd.torch.parallel.exchanges import completed
 from raysgd.torch.parallel.strategy import Strategy
 
-COMM_HOOK = "comm_hook"  # key of `ddp_args` that is not an option of DistributedDataParallel
+COMM_HOOK = "comm_hook"  # key of `ddp_args` for the user's hook; not an argument of DistributedDataParallel
 
 _NO_ROW: Array = np.empty(0, np.uint8)
-_FIRST_BUCKET_BYTES = 2**20  # this and the next line: defaults of `DistributedDataParallel`
+_FIRST_BUCKET_BYTES = 2**20  # this and the next constant are defaults of `DistributedDataParallel`
 _USUAL_BUCKET_MB = 25
 _DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class _HookState:
-    """The state of raysgd's communication hook.
+    """The state of raysgd's communication hook for one model.
 
     PyTorch stores it in the model. A copied model shares the state, and a pickled model loses it. Neither matters,
     because such models are not trained.
 
     Attributes:
-        parallel: Strategy of the replica, which has the leg and tracks its communication.
+        parallel: Strategy of the replica, which knows the current batch and tracks its communication.
         work: Name under which the `GlobalRecord` records the all-reduce of this model's gradients.
         goes_at_once: True to send gradients over the mesh instead of gloo if possible.
-        function: The user's hook, which sends the gradients; None for the default all-reduce.
+        function: The user's hook, which all-reduces the gradients; None for the default all-reduce.
         state: State of the user's hook.
     """
 
@@ -64,7 +69,12 @@ def register(
 ) -> bool:
     """Install raysgd's hook, which calls the user's hook if there is one. Return True if it was installed.
 
-    If there is no user hook, do nothing until training starts (`is_armed`).
+    Args:
+        parallel: Strategy of the replica.
+        model: Wrapper on which to install the hook.
+        options: Options of the wrapper, which may include the user's hook.
+        is_armed: False before training starts. The hook is then installed only if there is a user's hook.
+        work: Name of the gradient all-reduce in the `GlobalRecord`.
 
     Raises:
         ValueError: The user registered a hook on the model, and PyTorch allows only one. Or the user passed a
@@ -96,19 +106,26 @@ def register(
 
 
 def obstacle(options: dict[str, Any]) -> str | None:
-    """Return why a model's communication hook cannot be moved to a new wrapper; None if it can."""
+    """Return why the wrapper of a model cannot be rebuilt with the user's communication hook; None if it can.
+
+    Args:
+        options: Options of the wrapper.
+    """
     if _has_state(options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state that differs between workers"
     return None
 
 
 def without_hook(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for `DistributedDataParallel` itself."""
+    """Return `ddp_args` without the user's hook: the arguments for `DistributedDataParallel`."""
     return {name: value for name, value in options.items() if name != COMM_HOOK}
 
 
 def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Weight and send the gradients of a bucket: with the user's hook, over the mesh, or by PyTorch's all-reduce."""
+    """Scale the gradients of a bucket, then average them with the user's hook, over the mesh, or with PyTorch.
+
+    PyTorch calls this hook for each bucket.
+    """
     parallel, gradients = state.parallel, bucket.buffer()
     if bucket.is_last():
         parallel.exchanged.add(id(bucket.parameters()[0]))
@@ -127,7 +144,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> Any:
-    """Start to send gradients. With the last bucket, exchange rows at the same time."""
+    """Start an all-reduce with `begin`, and track it. With the last bucket, exchange the ranks' metrics meanwhile."""
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)
@@ -137,7 +154,11 @@ def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> An
 
 
 def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
-    """Average gradients over the mesh. Amounts are sent with the first bucket, rows with the last bucket."""
+    """Average the gradients of a bucket over the mesh.
+
+    The amounts by which the ranks' batches are weighted are sent with the first bucket, and the metrics (rows) with the
+    last bucket.
+    """
     gradients, leg, divisor = bucket.buffer(), parallel.leg, float(group.size)
     counted = None if leg.counted is None or leg.counted.is_known else leg.counted
     told = leg.omitted if counted is None and leg.omitted is not None and not leg.omitted.is_known else counted
@@ -159,7 +180,17 @@ def _average_at_once(parallel: Strategy, group: Group, bucket: Any) -> Any:
 
 
 def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, row: Array) -> list[Array]:
-    """Sum gradients, sending this rank's amounts and row along. Return the rows of all ranks."""
+    """Sum gradients over the ranks, sending this rank's amounts and metrics along.
+
+    Args:
+        group: Group of the ranks.
+        numbers: Gradients, replaced by their sum.
+        told: Has the amounts of this rank, and receives those of all ranks.
+        row: Encoded metrics of this rank.
+
+    Returns:
+        The encoded metrics of each rank.
+    """
     own = np.array(told.own, np.float64).view(np.uint8)
     received = group.add_up_with(numbers, np.concatenate((own, row)))
     told.learn([each[: own.nbytes].view(np.float64).tolist() for each in received])
@@ -167,9 +198,10 @@ def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, 
 
 
 def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bool:
-    """Return True if the gradients fit into two buckets, so that the last is sent only after the backward pass.
+    """Return True if the gradients of a model can be sent over the mesh without a disadvantage.
 
-    Then gloo has no advantage. Its advantage is that its threads send one bucket while the next is computed.
+    The advantage of gloo is that its threads send a bucket while the next bucket is computed. If all gradients fit into
+    two buckets, the last is sent only after the backward pass, so nothing is left to overlap.
     """
     most = _FIRST_BUCKET_BYTES + (options.get("bucket_cap_mb") or _USUAL_BUCKET_MB) * 2**20
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,14 +1,15 @@
-"""Communication of a step with the other ranks: whether it succeeded, and the metrics that are sent along.
+"""Tracks whether a step's communication with the other ranks succeeded, and sends metrics along.
 
-User code may catch any exception, so it may continue after a lost connection. Each later step would then communicate
-nothing and perhaps update nothing. So before a step counts, `Exchanges.check` checks how its communication ended.
+User code may catch any exception, so it may continue after a lost connection. Later steps would then apply gradients
+that were not averaged. So before a step counts as completed, `Exchanges.check` checks how its communication ended.
 
 Each gradient all-reduce by `DistributedDataParallel` or Horovod reports how it ended. If no all-reduce was recorded in
 a step, the step counts only if the connections are still open. If a rank was lost *after* the step's communication, the
 step is valid, because it has the gradients of all ranks.
 
-With its last gradients, a step also exchanges rows, which hold each rank's metrics. See
-`raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh of the ranks, which exists only with gloo.
+With its last gradients, a step also exchanges rows. A row contains one rank's metrics; see
+`raysgd.trainer.worker.data.rank_rows`. Rows are sent over the mesh, direct connections between the ranks that exist
+only with the gloo backend.
 """
 
 from __future__ import annotations
@@ -34,25 +35,27 @@ from raysgd.trainer.worker.ledger import Ledger
 
 
 class StepRows:
-    """Exchanges metrics between the ranks of a leg, before the optimizer steps.
+    """Exchanges metrics between the ranks of one worker group, before each optimizer step.
 
-    A row contains the metrics' sums as they will be once the step counts. The sums include the metrics of the step's
-    batches, which have been pending in the meters since before the backward pass.
+    A rank's row contains its metrics' sums as they will be after the step. They include the metrics of the step's
+    batches, which the meters (which accumulate metrics) have held as pending since before the backward pass.
 
     Args:
-        exchange: Sends the rows.
-        run: The call, with the meters of this rank. Stores the rows of all ranks.
+        exchange: Sends this rank's row and receives the rows of the other ranks.
+        run: State of the current call. It has this rank's meters, and stores the rows of all ranks.
     """
 
     def __init__(self, exchange: RowExchange, run: EpochRun) -> None:
         self._exchange, self._run = exchange, run
 
     def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
-        """Exchange rows with the last gradients of a step. Do nothing if that is done, or if more batches follow.
+        """Exchange rows, once per optimizer step. Called with the last gradients of a backward pass.
+
+        Do nothing if the rows of this step were exchanged, or if the step has more batches.
 
         Args:
-            batch: The current batch.
-            gather: See `RowExchange.exchange`.
+            batch: Batch whose gradients are being sent.
+            gather: Function that sends a row and returns the rows of all ranks. Default: gather over the mesh.
 
         Returns:
             True if rows were exchanged now.
@@ -67,7 +70,7 @@ class StepRows:
         return True
 
     def exchange_beside_gloo(self, batch: Batch) -> None:
-        """Exchange rows while gloo exchanges gradients.
+        """Exchange rows over the mesh while gloo all-reduces gradients.
 
         Raises:
             DistNetworkError: A connection to another rank ended. Other ranks may be waiting in gloo, so its connections
@@ -80,9 +83,9 @@ class StepRows:
 
 
 def gather_rows(size: int) -> Gather | None:
-    """Return the function that gathers the rows of `size` ranks; None if there is no mesh.
+    """Return the function that sends a row and returns the rows of all `size` ranks; None if there is no mesh.
 
-    A single rank gathers only its own row. It still records the row, because other ranks may join.
+    A single rank gets a function that returns only the given row. It still records rows, because other ranks may join.
     """
     group = exchanges_at_once()
     return _to_itself if size == 1 else None if group is None else group.gather
@@ -104,7 +107,7 @@ def names_of_all(name: str) -> Collection[str] | None:
 
 
 class Exchanges:
-    """Tracks the gradient communication of the running step in one group.
+    """Tracks the gradient communication of the running step in one worker group.
 
     Args:
         is_lost: Returns True if an exception means that the group is broken.
@@ -126,27 +129,28 @@ class Exchanges:
         self._num_made = 0
 
     def of_next_group(self) -> Exchanges:
-        """Return a new tracker for the next group, which starts without the record of this group."""
+        """Return a new tracker, without errors or counts, for the worker group that replaces this one."""
         return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:
-        """Track an all-reduce that was started. Return a future that completes or fails with it.
+        """Track an all-reduce that was started. Return a future that completes or fails with the all-reduce.
 
         Args:
             future: Future of the all-reduce.
-            is_last: True if the gradients of a model are complete after it.
+            is_last: True if it is the last all-reduce of a model's backward pass.
         """
         self.count(is_last)
-        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # nothing is left to compute
+        # After the last all-reduce has started, nothing is left to compute, so waiting for it counts as communication.
+        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()
         received = partial(self._received_last, is_awaited) if is_last else self._received
-        return future.then(received)  # so that the backward pass waits for the callback, too
+        return future.then(received)  # the backward pass waits for the returned future, so also for the callback
 
     def timed(self, group: Group) -> AbstractContextManager[None]:
-        """Measure the time inside the context as communication."""
+        """Return a context manager that measures the time in its `with` block as communication."""
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:
-        """Count an all-reduce that was started or done. If it raises, pass the exception to `note` instead."""
+        """Count an all-reduce, if it is the last of a model's backward pass. Report its failure to `note`."""
         self._num_made += is_last
 
     def _received_last(self, is_awaited: bool, future: Any) -> Any:
@@ -162,15 +166,15 @@ class Exchanges:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Context that records an exception raised by communication, and raises it again."""
+        """Record any exception that communication raises in the `with` block, and raise it again."""
         try:
             yield
-        except Exception as error:  # backends raise different classes
+        except Exception as error:  # each backend raises different classes
             self.note(error)
             raise
 
     def note(self, error: BaseException) -> None:
-        """Store the first exception that communication raised because the group is broken."""
+        """Store an exception that communication raised, if it means that the group is broken and is the first one."""
         if self._error is None and self._is_lost(error):
             self._error = error
 
@@ -180,10 +184,10 @@ class Exchanges:
         return self._error is not None
 
     def check(self) -> None:
-        """End a step. Raise if the group broke during the step, so that the step cannot count.
+        """Check the communication of a step that has ended, and prepare for the next step.
 
         Raises:
-            RuntimeError: A connection was lost. `is_lost` returns True for the exception.
+            RuntimeError: A connection was lost during the step. `is_lost` returns True for this exception.
         """
         num_made, self._num_made = self._num_made, 0
         if self._error is not None:
@@ -193,20 +197,20 @@ class Exchanges:
 
 
 def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a completed future, for a communication hook that has nothing to wait for."""
+    """Return a completed future for gradients that are already averaged. A communication hook must return a future."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(gradients)
     return future
 
 
 def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
-    """Replace `step` of an optimizer by a method that steps only if `counts` returns True.
+    """Replace an optimizer's `step` with a method that steps only if `counts` returns True.
 
     Args:
-        optimizer: The optimizer, or another object with a `step` method.
-        counts: Called with the closure. Returns True to step.
+        optimizer: Optimizer, or another object with a `step` method.
+        counts: Called with the closure that was passed to `step`, or None. Returns True to step.
     """
-    own: Any = optimizer.step  # a scheduler or a scaler may have replaced it already
+    own: Any = optimizer.step  # may be a replacement that a scheduler or a gradient scaler has set
 
     @functools.wraps(getattr(own, "__func__", own))
     def step(_: Any, closure: Any = None) -> Any:
@@ -214,4 +218,4 @@ def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
             return None
         return own() if closure is None else own(closure)
 
-    optimizer.step = MethodType(step, optimizer)  # a method, because schedulers wrap only methods
+    optimizer.step = MethodType(step, optimizer)  # a bound method, because schedulers cannot wrap a plain function

@@ -1,15 +1,15 @@
-"""Models, gradients and optimizer states sharded over the ranks, with PyTorch's `fully_shard` (FSDP2).
+"""The strategy "fsdp": shards models, gradients and optimizer states over the ranks with `fully_shard` (FSDP2).
 
 Each rank holds a shard of every parameter. A group of parameters is gathered for its forward and backward pass, and
 resharded afterwards, even in evaluation. A group is a block of the model with enough parameters to be worth a
-collective; the remaining parameters form one more group. Checkpoints, snapshots and `get_model` contain full, plain
-tensors, so they can be used with any other strategy.
+collective. The remaining parameters form one more group. Checkpoints, snapshots and `get_model` represent full
+parameters, so they can be used with any other strategy.
 
 All ranks must take part in each forward pass of a sharded model. In training, all ranks take the same steps. In
-evaluation, one rank may have more batches, or generate a longer text. So each time that a rank calls a model, all ranks
-announce which model they call (a round). Ranks that call no model, or another model, receive the arguments, run the
-forward pass and drop its output, without running any code of the operator. A rank without batches stays in rounds until
-no rank has any batches left. ADR 92 discusses the alternatives.
+evaluation, however, a rank may have more batches than others, or generate a longer text. So evaluation proceeds in
+rounds. Before each forward pass, a rank announces to all ranks which model it calls. Ranks that call no model, or
+another model, receive the arguments, run the same forward pass and discard its output. They run no code of the
+operator. A rank without batches takes part in rounds until no rank has batches left. ADR 92 discusses alternatives.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.options import FSDPOptions
 from raysgd.torch.parallel.strategy import Strategy, repeat_first, take_from_first, trainable
 
-_HAS_LEFT = -1  # sent instead of a model's number by a rank that calls no model
+_HAS_LEFT = -1  # announced by a rank that calls no model, because it has no batches left
 
 Exchange = Callable[[int], list[int]]
-"""Sends a number to the other ranks and returns the numbers of all ranks."""
+"""Sends a number to the other ranks and returns the numbers that all ranks sent, by rank."""
 Share = Callable[[Any, int], Any]
 """Sends a call's arguments from the given rank to all ranks, and returns them on all ranks."""
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 class ForwardRounds:
-    """This rank's side of the rounds in which all ranks run forward passes together.
+    """Takes part in the rounds of an evaluation, in which all ranks run the same forward pass of a sharded model.
 
     Args:
         exchange: Gathers a number from each rank.
@@ -59,20 +59,20 @@ class ForwardRounds:
 
     @contextmanager
     def opened(self, models: Sequence[Any], context: Context = nullcontext) -> Iterator[None]:
-        """Context for evaluation, which ends on all ranks at the same time.
+        """Run evaluation code in the `with` block. The block ends on all ranks at the same time.
 
         If user code raises on a rank between two forward passes, the rank still takes part in the remaining forward
         passes, so that the other ranks can finish.
 
         Args:
-            models: The models, in the same order on each rank.
-            context: Returns the context manager for forward passes.
+            models: Sharded models, in the same order on each rank.
+            context: Returns the context manager, such as autocast, in which to run forward passes for other ranks.
         """
         self._models, self._context, self._is_open = models, context, True
         try:
             yield
         except Exception:  # from user code
-            with suppress(Exception):  # if the group breaks as well, the first exception is more useful
+            with suppress(Exception):  # the group may break as well, but the user's exception is more useful
                 self._help()
             raise
         else:
@@ -81,7 +81,10 @@ class ForwardRounds:
             self._is_open = False
 
     def enter(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Called before each forward pass. Returns once the other ranks run the same forward pass."""
+        """Take part in rounds until all ranks are about to run the forward pass that this rank is about to run.
+
+        Called before each forward pass of a sharded model.
+        """
         own = next((number for number, each in enumerate(self._models) if each is model), None)
         if not self._is_open or own is None:
             return
@@ -93,11 +96,11 @@ class ForwardRounds:
             pass
 
     def _round(self, said: int, call: Any = None) -> int | None:
-        """Agree with all ranks on the model to run. Run it here if this rank calls another model, or no model.
+        """Agree with all ranks on the model to run. If this rank calls another model or no model, run the agreed model.
 
         Args:
             said: Number of the model that this rank calls, or `_HAS_LEFT`.
-            call: Arguments of this rank's call.
+            call: Arguments of this rank's call; None if it calls no model.
 
         Returns:
             Number of the model that the ranks run; None if no rank calls a model.
@@ -123,7 +126,7 @@ class ForwardRounds:
 
 
 def hook_of(rounds: ForwardRounds) -> Callable[..., None]:
-    """Return the pre-hook for the forward passes of a model, compiled or not."""
+    """Return the forward pre-hook with which models, compiled or not, take part in rounds."""
 
     def hook(model: Any, args: Any, kwargs: Any) -> None:
         enter = torch.compiler.disable(rounds.enter) if torch.compiler.is_compiling() else rounds.enter
@@ -134,7 +137,7 @@ def hook_of(rounds: ForwardRounds) -> Callable[..., None]:
 
 _reduce_scatter: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)  # the first name is the newer one
+)  # newer versions of PyTorch have the first name
 
 
 class FSDP(Strategy):
@@ -149,7 +152,7 @@ class FSDP(Strategy):
         self._options = options or FSDPOptions()
         self._mesh: DeviceMesh | None = None
         self._moved: dict[int, torch.nn.Parameter] = {}  # sharded parameters, by the IDs of the full parameters
-        self._whole: list[torch.nn.Parameter] = []  # keeps the full parameters alive, so that their IDs stay unique
+        self._whole: list[torch.nn.Parameter] = []  # references to the full parameters, so that no ID is reused
         self._skeletons: dict[int, torch.nn.Module] = {}
         self._rounds = ForwardRounds(self._numbers_of_all, self._arguments_of)
         self._has_hook = False
@@ -158,7 +161,7 @@ class FSDP(Strategy):
             return_large_blocks()  # gathered parameters are allocated and freed in each forward and backward pass
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Shard the model in place. `options` are for `DistributedDataParallel` and are ignored."""
+        """Shard the model in place. `device_ids` and `options` are for `DistributedDataParallel` and are ignored."""
         if not trainable(model):
             return self._leave_out(model)
         comes_empty = is_empty(model)
@@ -182,16 +185,19 @@ class FSDP(Strategy):
 
     @contextmanager
     def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
-        """Fill an uninitialized module with rank 0's values until the body of the context has sharded it."""
+        """Initialize a module from the meta device with rank 0's values. The `with` block must shard the module.
+
+        After the block, the memory of the full parameters is freed.
+        """
         fill(part, self._device)
         whole = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
         take_from_first((*whole, *part.buffers()))
         yield
-        for parameter in whole:  # free the memory: optimizers still refer to the parameters
+        for parameter in whole:  # optimizers still refer to these parameters, so free their memory explicitly
             parameter.data = parameter.data.new_empty(0)
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Replace the full parameters in optimizers by the sharded parameters, and shard the optimizers' states."""
+        """Replace the full parameters in optimizers with the sharded parameters, and shard the optimizers' states."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [self._moved.get(id(parameter), parameter) for parameter in group["params"]]
@@ -210,10 +216,10 @@ class FSDP(Strategy):
         return leg
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """Return a function that defers gradient communication; None if user code may run backward passes.
+        """Return a function that turns the deferral of gradient communication on or off.
 
-        User code may stop in the middle of a window, and gradients that were not reduced in their backward pass cannot
-        be reduced later. So gradients are then reduced in every batch.
+        Return None if user code may run backward passes. It might stop accumulating gradients early, and gradients that
+        were not reduced in their backward pass cannot be reduced later. So gradients are then reduced in every batch.
         """
         if may_run_backward:
             return None
@@ -226,12 +232,15 @@ class FSDP(Strategy):
         return defer
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return False if communication may wait: `fully_shard` then stores gradients out of reach of `zero_grad`."""
+        """Return True if no gradients of earlier batches remain to accumulate into.
+
+        Return False if communication may be deferred. `fully_shard` then stores gradients where they cannot be checked.
+        """
         return self.leg.defer is None and super().are_cleared(parameters)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Context in which ranks may run different numbers of forward passes. Models stay sharded."""
+        """Let ranks run different numbers of forward passes in the `with` block. Models stay sharded."""
         roots = _roots(models)
         for model in roots:
             repeat_first(model.buffers())
@@ -259,7 +268,10 @@ class FSDP(Strategy):
         return to_device(holder[0], self._device)
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """Return the full state on rank 0, and a state without tensors on other ranks. All ranks must call this."""
+        """Return the full state on rank 0, and a state with None in place of sharded tensors on other ranks.
+
+        All ranks must call this.
+        """
         state: dict[str, Any] = _gathered(part.state_dict(), keep=dist.get_rank() == 0)
         return state
 
@@ -270,12 +282,12 @@ class FSDP(Strategy):
 
     @property
     def group_beside(self) -> Any:
-        """A separate gloo group. The first read creates it, so all ranks must read this at the same time."""
+        """A separate gloo process group of all ranks. The first read creates it, and all ranks must do so together."""
         self._group_beside = self._group_beside or new_group_beside()
         return self._group_beside
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Load this rank's shards from full tensors, without communication."""
+        """Load this rank's shards from a state dict with full or sharded tensors, without communication."""
         own = model.state_dict()
         rest = dict(state)
         with torch.no_grad():
@@ -285,7 +297,7 @@ class FSDP(Strategy):
         model.load_state_dict(rest, strict=False)
 
     def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Load this rank's shard of an optimizer state. Tensors in the shape of their parameter are sharded like it."""
+        """Load a full optimizer state dict. Tensors with their parameter's shape are sharded like the parameter."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         indices = [index for group in state["param_groups"] for index in group["params"]]
         by_index = dict(zip(indices, parameters, strict=True))
@@ -296,7 +308,7 @@ class FSDP(Strategy):
         optimizer.load_state_dict({**state, "state": entries})
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Return a full copy on rank 0, and None on other ranks. All ranks must call this."""
+        """Return a full copy of the model on rank 0, and None on other ranks. All ranks must call this."""
         state = self.state_of(model)
         skeleton = self._skeletons.get(id(model))
         if skeleton is None:
@@ -304,14 +316,14 @@ class FSDP(Strategy):
         if dist.get_rank():
             return None
         plain = _filled(skeleton, state)
-        for name, buffer in model.named_buffers():  # including buffers that are not in the state
+        for name, buffer in model.named_buffers():  # also copies non-persistent buffers, which the state dict lacks
             owner, _, attribute = name.rpartition(".")
             setattr(plain.get_submodule(owner), attribute, buffer.detach().cpu().clone())
         return without_checkpointing(plain).train(model.training)
 
 
 class _WeightedReduceScatter:
-    """Reduce-scatter of gradients that multiplies them by their weight before they are sent."""
+    """Reduce-scatter that first multiplies this rank's gradients by their weight. `fully_shard` calls it."""
 
     def __init__(self, parallel: FSDP) -> None:
         self._parallel = parallel
@@ -331,10 +343,10 @@ class _WeightedReduceScatter:
 
 
 def _check_dtypes(unit: torch.nn.Module) -> None:
-    """Check that the trained parameters of a unit, which are gathered together, have the same dtype.
+    """Check that the trainable parameters of a unit, a block that is gathered as a whole, have the same dtype.
 
     Raises:
-        ValueError: The trained parameters have several dtypes.
+        ValueError: The trainable parameters have several dtypes.
     """
     dtypes = {each.dtype for each in trainable(unit) if not isinstance(each, DTensor)}
     if len(dtypes) > 1:
@@ -355,7 +367,10 @@ def _roots(models: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy whose parameters take no memory. `get_model` fills it: a sharded model cannot be copied."""
+    """Return a copy of a model whose parameters take no memory.
+
+    `plain_model` fills copies of it, because a model cannot be copied once it is sharded.
+    """
     memo: dict[int, Any] = {
         id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in model.parameters()
@@ -364,7 +379,7 @@ def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Module:
-    """Return a copy of the skeleton with these tensors. Tied parameters stay tied."""
+    """Return a copy of the skeleton, a model without values, with the tensors in `state`. Tied parameters stay tied."""
     plain = copy.deepcopy(skeleton)
     names: dict[int, list[str]] = {}
     for name, parameter in plain.named_parameters(remove_duplicate=False):
@@ -378,7 +393,10 @@ def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Mod
 
 
 def _gathered(value: Any, keep: bool) -> Any:
-    """Return `value` with full tensors on ranks with `keep`. All ranks must call this, in the same order."""
+    """Gather the sharded tensors in nested containers. Where `keep` is False, they are replaced with None.
+
+    All ranks must call this, in the same order.
+    """
     if isinstance(value, DTensor):
         whole = value.full_tensor()
         return whole.cpu() if keep else None
@@ -390,7 +408,7 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Return this rank's shard of `whole`, sharded like `like`. `whole` may already be sharded."""
+    """Return this rank's shard of `whole`, split like the tensor `like`. `whole` may already be sharded."""
     if isinstance(whole, DTensor):
         return whole.to_local()
     [placement] = like.placements
@@ -402,7 +420,7 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _divided(entry: Any, parameter: Any) -> Any:
-    """Return an optimizer's state of a parameter, sharded like the parameter."""
+    """Shard the tensors of an optimizer's state for one parameter like the parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}

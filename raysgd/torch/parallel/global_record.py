@@ -1,9 +1,10 @@
-"""A record of what all ranks must do alike in a training call, and checksums of parameters that must be in sync.
+"""Detects ranks that do different work in a training call, and replicas whose parameters are no longer in sync.
 
-If a rank calls more or fewer collectives than the others, its calls are paired with the wrong calls of other ranks, or
-it waits forever in the last one. The collectives do not notice, unless sizes differ. So each rank records what it does,
-without communication, and the driver compares the records: in heartbeats while the call runs, and when it ends. To
-compare the replicas after a call, each rank reports two checksums for each parameter.
+If a rank calls more or fewer collectives than the others, its calls are paired with wrong calls of the other ranks, or
+its last call waits forever. The collectives do not detect this unless sizes differ. So each rank records its actions
+(gradient all-reduces and optimizer steps), without communication. The driver compares the records, which arrive in
+heartbeats while a call runs and with the result of the call. To compare the replicas after a call, each rank reports
+two checksums for each parameter.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from torch.nn.parameter import is_lazy
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
 
-_NUM_MARKS = 32  # ranks that agree may be this many marks apart: a GPU lags behind the record
+_NUM_MARKS = 32  # running hashes to report; ranks may be that many actions apart, because GPUs lag behind the record
 _CHUNK = 1 << 16  # elements that a CPU converts at once, to stay in its cache
-_CHUNK_ELSEWHERE = 1 << 24
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes
+_CHUNK_ELSEWHERE = 1 << 24  # elements that a GPU converts at once
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 
 
 class GlobalRecord:
-    """This rank's record of one call in one group. A second thread reads it.
+    """Records the actions of this rank in one call, for comparison with other ranks. Another thread may read it.
 
     Args:
-        number: Number of the call in this group, the same on all ranks; 0 before the first call.
+        number: Number of the call in this worker group, the same on all ranks; 0 before the first call.
 
     Attributes:
-        number: The argument.
+        number: Number of the call in this worker group.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -47,7 +48,7 @@ class GlobalRecord:
         self._marks = deque([0], _NUM_MARKS)
 
     def note(self, what: str) -> None:
-        """Record that this rank starts `what`, which all ranks must do in the same order."""
+        """Record that this rank starts the action named `what`. All ranks must start the same actions in this order."""
         with self._changing:
             if self._is_open:
                 self._counts[what] += 1
@@ -55,7 +56,7 @@ class GlobalRecord:
 
     @property
     def work(self) -> JointWork | None:
-        """The record of the group's last call, to send to the driver; None before the first call."""
+        """The recorded actions in the form that is sent to the driver; None before the group's first call."""
         with self._changing:
             if not self.number:
                 return None
@@ -63,7 +64,7 @@ class GlobalRecord:
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Context that closes the record when it ends. The record is complete unless the context raises."""
+        """Stop recording at the end of the `with` block. Mark the record as complete unless the block raises."""
         try:
             yield
             self._is_over = True
@@ -77,11 +78,11 @@ def sums_of(
     left_out_of: Callable[[torch.nn.Module], Collection[str] | None],
     is_exact: bool,
 ) -> WeightSums | None:
-    """Return the checksums of all parameters to compare, including frozen parameters; None if there are none.
+    """Return the checksums of all parameters that must be in sync, even frozen ones; None if there are none.
 
     Args:
-        models: The registered models, without wrappers.
-        compares_ranks: `compares_ranks` of the operator.
+        models: Registered models, without wrappers.
+        compares_ranks: The operator's attribute `compares_ranks`, which selects the models to compare.
         left_out_of: Returns the names of a model's parameters that may differ between ranks; None if all may differ.
         is_exact: True to compare parameters bit by bit.
     """
@@ -111,7 +112,11 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 
 
 def _row(parameter: torch.Tensor, is_exact: bool) -> torch.Tensor:
-    """Return the two checksums of a parameter. It is converted in chunks, to save memory."""
+    """Return two checksums of a parameter: the sum of its values and the sum of their squares.
+
+    With `is_exact`, the values are the bits of the elements as integers. The parameter is converted in chunks to save
+    memory.
+    """
     flat, rows = (torch.view_as_real(parameter) if parameter.is_complex() else parameter).reshape(-1), []
     for part in flat.split(_CHUNK if flat.device.type == "cpu" else _CHUNK_ELSEWHERE):
         if is_exact:  # sums of integers are the same in any order

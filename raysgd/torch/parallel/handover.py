@@ -1,9 +1,10 @@
-"""Sends one rank's state to other ranks over the group's connections, forwarded from rank to rank.
+"""Sends one rank's state to other ranks. Each receiver forwards it to the next.
 
 Everything except tensors is pickled, and unpickling can run arbitrary code. So pickles are sent only over connections
-on which both sides have proved that they belong to the group. The connections of gloo and NCCL do not do so. If there
-is a mesh of authenticated connections, everything is sent over the mesh. Otherwise, the pickle is sent over the group's
-board, and tensors are sent over NCCL through two small buffers on the device.
+on which both sides have proved that they belong to the worker group. Connections of gloo and NCCL do not require this
+proof. If the ranks have a mesh of direct, authenticated connections, everything is sent over the mesh. Otherwise, the
+pickle is sent over the group's board, an authenticated store of messages, and tensors are sent over NCCL through two
+small buffers on the device.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ from raysgd.core.connections.torch import board_of_group, exchanges_at_once
 from raysgd.core.state.state_codec import EncodedState, decode, lend
 
 STAGED_BYTES = 2**24
-"""Size of each of the two device buffers."""
+"""Size of each of the two buffers on the device."""
 
 _KEY_LENGTH = 16
-_ARRIVAL_S = 60.0  # timeout for the pickle, which is sent before the tensors
+_ARRIVAL_S = 60.0  # timeout for reading the pickle from the board
 
 
 def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
-    """Send `state` to the ranks `takers`, which must all call `receive` at the same time."""
+    """Send `state` to the ranks in `takers`, which must all call `receive` at the same time.
+
+    Args:
+        state: Any state that can be pickled.
+        takers: Ranks that receive the state, in the order in which they forward it.
+        device: Device for the buffers if tensors are sent over NCCL.
+    """
     encoded, group = lend(state), exchanges_at_once()
     parts = [encoded.buffer, *encoded.apart]
     if group is not None:
@@ -41,7 +48,7 @@ def send(state: Any, takers: Sequence[int], device: torch.device) -> None:
 
 
 def receive(source: int, takers: Sequence[int], device: torch.device) -> Any:
-    """Receive the state that `source` sends to `takers`. The returned tensors are on the CPU and share no memory."""
+    """Receive the state that the rank `source` sends to the ranks in `takers`. Its tensors are on the CPU."""
     group = exchanges_at_once()
     if group is not None:
         head, buffer, *apart = group.receive_parts(source, takers)
@@ -77,10 +84,10 @@ def _topic(key: bytes) -> str:
 
 
 def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
-    """Return a function that sends and receives host memory through two buffers on the transport's device.
+    """Return a function that sends and receives pieces of host memory through two buffers on `device`.
 
     Args:
-        device: The device.
+        device: Device whose memory the process group can send.
         num_bytes: Size of each buffer, and largest size of a piece.
     """
     sent, received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -94,7 +101,7 @@ def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
 
     def move(outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
         nonlocal sent, received, newest
-        if newest is not None:  # the last received piece is sent next, so it is already in the buffer
+        if newest is not None:  # the piece that was received last is sent next, so swapping avoids a copy
             sent, received = received, sent
         works = [dist.isend(filled(piece), rank) for rank, piece in outgoing.items()]
         works += [dist.irecv(received[: len(piece)], rank) for rank, piece in incoming.items()]
@@ -114,5 +121,5 @@ def _tensor(piece: Bytes) -> torch.Tensor:
 
 
 def _reachable(device: torch.device) -> torch.device:
-    """Return the device on which the group's transport requires its tensors."""
+    """Return the device of tensors that the process group can send: `device` with NCCL, otherwise the CPU."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,9 +1,9 @@
-"""Replicas that Horovod keeps in sync, with the guarantees of `DistributedDataParallel`.
+"""The strategies for `backend="horovod"`, which keep replicas in sync as `DistributedDataParallel` does.
 
 Horovod averages gradients in the optimizer. `hvd.DistributedOptimizer` sends each gradient once a backward pass has
-computed it, and waits for the averages in `step`. Here, the end of the backward pass waits instead. So code between the
-backward pass and the step, such as clipping, unscaling, or a second backward pass, sees averaged gradients. An operator
-therefore trains the same with Horovod and with `DistributedDataParallel`.
+computed it, and waits for the averages in `step`. raysgd waits at the end of the backward pass instead. So code between
+the backward pass and the step, such as clipping, unscaling, or a second backward pass, sees averaged gradients. An
+operator therefore trains the same with Horovod and with `DistributedDataParallel`.
 
 ADR 23 explains why the backward pass waits.
 """
@@ -25,11 +25,11 @@ from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy, Summation
 
-_NUM_NAMES_OF_SUMS = 8  # used in turn: when a name is reused, no rank still waits for its previous sum
+_NUM_NAMES_OF_SUMS = 8  # names of sums are reused in turn, when no rank can still be waiting for the previous use
 
 
 class HorovodByHand(Strategy):
-    """Replicas that the user keeps in sync, in a Horovod group."""
+    """The strategy "none" in a Horovod group: the user keeps the replicas in sync."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,10 @@ class HorovodByHand(Strategy):
 
 
 class HorovodParallel(HorovodByHand):
-    """Replicas that Horovod keeps in sync. Wraps optimizers instead of models."""
+    """The strategy "ddp" in a Horovod group. It wraps optimizers instead of models.
+
+    It also serves as Horovod's compression object, whose `compress` is called for each gradient before it is sent.
+    """
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class HorovodParallel(HorovodByHand):
         self._backward_pass = -1
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Return the model itself, after copying rank 0's parameters and buffers to it."""
+        """Copy rank 0's parameters and buffers into the model, and return the model."""
         self._num_models += 1
         self._take_from_rank_0(f"model.{self._num_models}", [*model.parameters(), *model.buffers()])
         return model
@@ -122,17 +125,17 @@ class HorovodParallel(HorovodByHand):
         return wrapped
 
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Weight a gradient before it is sent. Horovod calls this hook compression."""
+        """Multiply a gradient by this rank's weight before it is sent. Horovod calls this to compress the gradient."""
         gradient = gradient.contiguous()  # Horovod requires contiguous tensors
         weight = self.leg.outgoing_weight()
         return gradient * weight if isinstance(weight, torch.Tensor) or weight != 1.0 else gradient, None
 
     def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
-        """Return the averaged gradient unchanged."""
+        """Return the averaged gradient unchanged. Horovod calls this to undo `compress`."""
         return gradient
 
     def _take_state_of_rank_0(self, wrapped: Any) -> None:
-        # `hvd.broadcast_optimizer_state` would step the optimizer, to have a state to send.
+        # Not `hvd.broadcast_optimizer_state`, because it steps the optimizer if the optimizer has no state yet.
         name = f"raysgd.state.{len(self._pairs)}"
         state = self._hvd.broadcast_object(wrapped.state_dict() if self._hvd.rank() == 0 else None, 0, name=name)
         if self._hvd.rank():
@@ -151,7 +154,7 @@ class HorovodParallel(HorovodByHand):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Copy rank 0's buffers to every rank. Forward passes call no collectives of the library anyway."""
+        """Copy rank 0's buffers to every rank. With Horovod, forward passes call no collectives that could block."""
         if self.synchronizes:
             self._take_from_rank_0("buffer", [buffer for model in models for buffer in model.buffers()])
         yield
@@ -169,7 +172,7 @@ class HorovodParallel(HorovodByHand):
         return partial(self._hvd.synchronize, self._hvd.allreduce_async_(numbers, name=name, op=self._hvd.Sum))
 
     def _note_backward(self, parameter: torch.Tensor) -> None:
-        """Called when a parameter has a new gradient. Makes `_finish_backward` run at the end of the backward pass."""
+        """Schedule `_finish_backward` for the end of the running backward pass. Called when a gradient was computed."""
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass != self._backward_pass:
             self._backward_pass = backward_pass
@@ -184,9 +187,13 @@ class HorovodParallel(HorovodByHand):
 
 
 def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> None:
-    """Change the optimizer's class so that `step` does not average again.
+    """Change the class of a Horovod optimizer so that `step` does not average gradients again.
 
-    Horovod created the class for this optimizer.
+    Horovod created the class for this optimizer only, so no other optimizer is affected.
+
+    Args:
+        wrapped: Optimizer that Horovod returned.
+        plain_cls: Class of the optimizer that the user registered.
     """
     cls = type(wrapped)
     original_synchronize, original_step = cls.synchronize, cls.step
@@ -214,21 +221,22 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
             "group can be added now. Add it before `register`, with a learning rate of 0 until it is needed."
         )
 
-    step.hooked = True  # type: ignore[attr-defined]  # without it, PyTorch would add its hooks again
+    step.hooked = True  # type: ignore[attr-defined]  # tells PyTorch that `step` already calls the optimizer's hooks
     cls.synchronize, cls.step, cls.zero_grad, cls.add_param_group = synchronize, step, zero_grad, add_param_group
 
 
 def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
-    """Make learning-rate schedulers, which refer to the plain optimizer, act on the wrapped optimizer.
+    """Let the plain optimizer share the wrapped optimizer's parameter groups and state.
 
-    Stepping the plain optimizer then raises, because it would not average gradients.
+    Learning rate schedulers refer to the plain optimizer, and so change the wrapped one. Stepping the plain optimizer
+    raises an error, because its gradients would not be averaged.
     """
 
     def share(optimizer: Any) -> None:
         plain.param_groups, plain.state = wrapped.param_groups, wrapped.state
 
     def tell(optimizer: Any, args: Any, kwargs: Any) -> None:
-        plain._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
+        plain._opt_called = True  # type: ignore[attr-defined]  # schedulers check that the optimizer has stepped
 
     def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
         raise RuntimeError(

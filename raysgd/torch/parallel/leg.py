@@ -1,10 +1,11 @@
-"""The part of a training call that one worker group runs: how many batches make a step, and the current batch.
+"""A leg: the part of a training call that one worker group runs. Tracks the current batch and optimizer step.
 
-`StepLoop.begin_leg` creates a leg when a call starts, and another leg when the call continues in a new group.
-`parallel.leg` holds the current leg. Between calls it is an empty leg, for backward passes that user code runs there.
+`StepLoop.begin_leg` creates a leg when a call starts, and another leg when the call continues in a new worker group.
+The strategy's attribute `leg` is the current leg. Between calls, it is an empty leg, for backward passes that user code
+runs there.
 
 A backward pass belongs to the batch that was drawn last. It is therefore an error to draw a batch with another weight
-while the previous batch still waits for its backward pass. `raysgd.torch.parallel.amounts` explains the weights.
+while the previous batch still needs its backward pass. `raysgd.torch.parallel.amounts` explains the weights.
 """
 
 from __future__ import annotations
@@ -22,49 +23,59 @@ from raysgd.torch.parallel.logical_shards import LogicalShards
 
 
 class StepWatcher(Protocol):
-    """Observer of optimizer steps and of the gradient communication in them."""
+    """Interface of an observer of optimizer steps and gradient communication."""
 
     def begin_step(self) -> None:
         """Called before the first batch of each optimizer step."""
 
     def note_exchange(self) -> None:
-        """Called when the gradients of a model are reduced over the ranks."""
+        """Called when the gradients of a model are all-reduced."""
 
 
 class Leg:
-    """The part of a training call that one worker group runs. Implements the replica's `PlaceInStep`.
+    """The part of a training call that one worker group runs. Implements the protocol `PlaceInStep`.
+
+    A step is an optimizer step, and a window is the batches whose gradients are accumulated for it. A global batch
+    consists of the batches of all ranks at the same time. With `deterministic=True`, it is divided into logical shards,
+    whose number does not depend on the number of ranks.
 
     Args:
-        window: Number of batches in an optimizer step. A step has fewer batches if the epoch or the call ends first.
+        window: Number of batches in a step. The last step of an epoch or a call may have fewer batches.
         most_parts: Largest number of batches into which a rank may split its share of a global batch.
-        shards: Stores the gradients of logical shards; None if gradients are averaged without logical shards.
-        is_global: True if gradients are averaged over the ranks, so that the samples of all ranks count.
+        shards: Adds up the gradients of logical shards; None without logical shards.
+        is_global: True if gradients are averaged over the ranks, so that a batch is weighted relative to all ranks'.
         watcher: Observer of steps and gradient communication; None for no observer.
 
     Attributes:
-        window, most_parts, shards, is_global, watcher: The arguments.
+        window: Number of batches in a step.
+        most_parts: Largest number of batches into which a rank may split its share of a global batch.
+        shards: Adds up the gradients of logical shards; None without logical shards.
+        is_global: True if gradients are averaged over the ranks.
+        watcher: Observer of steps and gradient communication, or None.
         has_several_batches: True if a step has several batches, on this rank or across ranks, so that their weights
             matter.
         defer: Called before each batch if the step accumulates gradients or has logical shards. The argument is True
             if gradient communication can wait for a later batch. None if gradient communication never waits.
-        check: Called before a step counts as done; raises if the step cannot count. None for no check.
-        refresh: Called on all ranks before the first batch of each global batch. None if there is nothing to refresh.
+        check: Called when a step has ended. It raises if the step is invalid, for example after a lost connection. None
+            for no check.
+        refresh: Copies rank 0's buffers of unwrapped models to all ranks. It is called before the first part of each
+            global batch. None if there are no such models.
         rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
         batch: The batch that was drawn last.
-        began_at: Time at which this rank asked for the batch; 0 after the batch's first backward pass has started.
-        own_s: Seconds from `began_at` to the backward pass, summed over all batches: the time that this rank spent
-            without waiting for other ranks.
-        is_used: True if a backward pass was recorded. User code that computes gradients without the library's methods
-            cannot accumulate them.
-        counted: Amount by which the batch of the running backward pass counts; None if the number of samples counts.
+        began_at: Time at which this rank requested the batch; 0 once the batch's first backward pass has started.
+        own_s: Seconds from `began_at` to the backward pass, summed over all batches. In this time, the rank does not
+            wait for other ranks.
+        is_used: True if a backward pass was recorded. It stays False if user code computes gradients without the
+            library's methods, so that accumulation has no effect.
+        counted: Amount by which the batch of the running backward pass is weighted; None if it is weighted by samples.
         usual: Mean amount of a rank's batch in the last step that was not weighted by samples. The same on all ranks.
-        labels: The last call of a criterion over labels.
-        uncounted: True if a batch was weighted by its samples although its loss counts labels unevenly. A tensor if
-            only the device knows.
+        labels: The last call of a criterion that averages over labels.
+        uncounted: True if a batch was weighted by samples although its loss weights or ignores labels. It is a tensor
+            if the answer is on a GPU.
         has_clipped: True if gradients were clipped.
-        waiting: The step's batches that had a backward pass. None before the first such batch, and without
-            accumulation.
-        omitted: Samples that ranks leave out of the step; None until `note_omitted` is called in the step.
+        waiting: With accumulation, the amounts of the current step's batches that had a backward pass. None before the
+            first such batch, and without accumulation.
+        omitted: Samples that ranks skip in the step; None until `note_omitted` is called in the step.
     """
 
     def __init__(
@@ -93,7 +104,7 @@ class Leg:
         self.has_clipped = False
         self.waiting: Window | None = None
         self.omitted: Omitted | None = None
-        self._is_weighted = False  # True if the loss of the running backward pass is already multiplied by its weight
+        self._is_weighted = False  # True in a backward pass whose loss was already multiplied by its weight
         self._num_waiting, self._is_by_samples = 0, True
 
     # ------------------------------------------------------------------------------------ from batch to batch
@@ -106,18 +117,18 @@ class Leg:
         is_last: bool = True,
         is_last_part: bool = True,
     ) -> None:
-        """Start a batch.
+        """Start a batch that was drawn from the data.
 
         Args:
             weight: Weight of this rank's gradient in the mean over the ranks.
             num_samples: Number of this rank's samples in the batch; 0 for padding, None if unknown.
-            total: Number of samples on all ranks.
+            total: Number of samples in the batches of all ranks.
             is_last: True if the epoch or the call ends with this batch.
             is_last_part: True if the global batch ends with this batch.
 
         Raises:
-            ValueError: With accumulation, the last batch or the last step was not completed.
-            RuntimeError: The last batch has another weight and still waits for its backward pass.
+            ValueError: With accumulation, the previous batch had no backward pass, or the previous step did not end.
+            RuntimeError: The previous batch has another weight and still needs its backward pass.
         """
         before, index, is_boundary = self.batch, 0, True
         if self.waiting is not None and before.is_boundary and before.had_backward:
@@ -158,7 +169,7 @@ class Leg:
             self.defer(not is_boundary)
 
     def _counts_like(self, weight: float, num_samples: int | None, total: int | None, is_boundary: bool) -> bool:
-        """Return True if a loss of a batch with these values is weighted like a loss of the last batch."""
+        """Return True if the loss of a batch with these values has the same weight as the loss of the last batch."""
         last = self.batch
         if (is_boundary, num_samples == 0) != (last.is_boundary, last.is_padding):
             return False
@@ -178,41 +189,51 @@ class Leg:
         )
 
     def end_stream(self) -> None:
-        """End the stream of batches. Later backward passes belong to no batch, unless one still waits for its own."""
+        """Record that no more batches follow.
+
+        Later backward passes belong to no batch, unless the last batch still needs its backward pass.
+        """
         self.began_at = 0.0
         if not self._num_waiting:
             self.batch = self.batch.end()
 
     def end_forward(self) -> None:
-        """Record that a backward pass follows, in which ranks wait for each other. Only the first per batch matters."""
+        """Stop the measurement of `own_s` for this batch, because ranks wait for each other in a backward pass.
+
+        Called before each backward pass. Only the first call for a batch has an effect.
+        """
         if self.began_at:
             self.own_s += time.perf_counter() - self.began_at
             self.began_at = 0.0
 
     def confirm(self) -> None:
-        """Raise if the step cannot count, for example because the group broke during the step."""
+        """Raise if the step that has ended is invalid, for example because a connection broke during the step."""
         if self.shards is not None:
             self.shards.check()
         if self.check is not None:
             self.check()
 
     def use(self, by_samples: bool = True) -> None:
-        """Record that a backward pass of the batch follows, weighted by the number of samples if `by_samples`."""
+        """Record that a backward pass of the batch is about to run.
+
+        Args:
+            by_samples: True if its gradients are weighted by the batch's number of samples.
+        """
         self._is_by_samples = by_samples
         self.batch.is_by_samples |= by_samples
         self.end_waiting()
 
     def end_waiting(self) -> None:
-        """Record that the last batch no longer waits for its backward pass: it had one or is left out."""
+        """Record that the last batch needs no backward pass any more, because it had one or is skipped."""
         if self.batch.is_waiting:
             self._num_waiting -= 1
             self.batch.is_waiting = False
 
     def skip(self) -> None:
-        """Leave the last batch out: no backward pass follows for it.
+        """Skip the last batch, which gets no backward pass.
 
         Raises:
-            ValueError: With accumulation, a batch without a backward pass cannot be left out.
+            ValueError: With accumulation, every batch needs a backward pass.
         """
         if self.batch.is_waiting and self.window > 1:
             raise ValueError(
@@ -226,10 +247,14 @@ class Leg:
     # ------------------------------------------------------------------------------------ backward passes and steps
 
     def note_backward(self, optimizers: Sequence[Any], weight: Any = None) -> bool:
-        """Record a backward pass for optimizers. Return True if the batch already had one, for any optimizer.
+        """Record a backward pass of the batch. Return True if the batch already had a backward pass.
+
+        Args:
+            optimizers: Optimizers whose parameters get gradients.
+            weight: Weight that user code passed, or None.
 
         Raises:
-            ValueError: With accumulation, the step of this batch has already ended.
+            ValueError: With accumulation, `optimizer_step` was already called for this batch.
         """
         if self.is_global or self.window > 1:
             self.use(by_samples=weight is None)
@@ -249,7 +274,7 @@ class Leg:
         return is_further
 
     def adds_to(self, optimizer: Any) -> bool:
-        """Return True if a backward pass of this batch adds to gradients that `optimizer` has."""
+        """Return True if a backward pass of this batch accumulates into existing gradients of `optimizer`."""
         return self.waiting is not None if self.window > 1 else id(optimizer) in self.batch.computed
 
     @property
@@ -258,20 +283,21 @@ class Leg:
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
     def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
-        """Add this batch to its window. Return the factor for the batch's loss.
+        """Add this batch to its window, the batches of a step. Return the factor by which to multiply its loss.
 
         Args:
-            weight: Amount by which the batch counts; None to weight it by its number of samples.
+            weight: Amount by which to weight the batch; None to weight it by its number of samples.
             num_ranks: Number of ranks over which gradients are averaged.
             is_of_criterion: True if `weight` comes from the criterion, False if it comes from user code.
 
         Raises:
-            ValueError: Other batches of the window are weighted by something else.
+            ValueError: Some batches of the window are weighted by samples and others are not, or a batch has two
+                different weights.
         """
         batch = self.batch
         total, amount = batch.total if weight is None else None, weight
         if amount is None:
-            total = num_ranks if total is None else total  # a batch that is not from the data
+            total = num_ranks if total is None else total  # `total` is None in user code outside of the library's loops
             amount = total / num_ranks * (batch.weight if self.is_global else 1.0)
         if self.waiting is None:
             usual = self.usual if total is None else total / num_ranks
@@ -297,7 +323,7 @@ class Leg:
         return amount / window.reference
 
     def note_omitted(self, is_omitted: bool, num_ranks: int) -> None:
-        """Record whether this rank leaves the batch out. Called for each batch if user code may leave batches out."""
+        """Record whether this rank skips the batch. Called for each batch if user code may skip batches."""
         batch = self.batch
         if self.window == 1 or self.omitted is None:
             self.omitted = Omitted(self.window)
@@ -306,20 +332,20 @@ class Leg:
         self.omitted.note(max(0, batch.index - batch.is_last_part), drawn, own if is_omitted else 0.0)
 
     def stepped(self, optimizer: Any) -> None:
-        """Record that `optimizer` has stepped, so that the next backward pass does not add to its gradients."""
+        """Record that `optimizer` has stepped, so that the next backward pass starts with new gradients."""
         self.batch.computed.discard(id(optimizer))
         self.waiting = self.omitted = None
 
     def end_window(self) -> None:
-        """End an incomplete window, so that the optimizer can step on the batches in it."""
+        """Allow the optimizer to step although its window has fewer batches than `window`."""
         self.batch = self.batch.end()
 
     @contextmanager
     def weighting(self, counted: Counted | None = None) -> Iterator[None]:
-        """Context for running a backward pass.
+        """Set how gradients are weighted before they are sent, for a backward pass that runs in the `with` block.
 
         Args:
-            counted: Amount by which the batch counts; None if the loss is already multiplied by its weight.
+            counted: Amount by which to weight the batch; None if the loss is already multiplied by its weight.
         """
         self.counted, self._is_weighted = counted, counted is None
         try:
@@ -328,7 +354,7 @@ class Leg:
             self.counted, self._is_weighted = None, False
 
     def outgoing_weight(self) -> Any:
-        """Return the factor for gradients before they are sent to other ranks: a number or a tensor."""
+        """Return the factor, a number or a tensor, by which to multiply gradients before other ranks get them."""
         if self.window > 1 or self._is_weighted:
             return 1.0
         if self.counted is not None:

@@ -1,9 +1,9 @@
-"""The gradients of logical shards, added in a fixed order, so that the sum is bit-identical for any number of ranks.
+"""Adds up gradients in an order that does not depend on the number of ranks, for `deterministic=True`.
 
-A global batch is cut into a fixed number of shards. Each rank computes some of the shards, one after the other, and
-stores each shard's gradient as a row. Then each rank receives a part of every row, adds these parts in the order of the
-shards, and sends the sum to all ranks. Floating-point sums depend on their order, and this order does not depend on the
-number of ranks.
+Floating-point sums depend on the order of the summands. So a global batch, the batch of all ranks together, is cut into
+a fixed number of logical shards. Each rank computes some of the shards, one after another, and stores each shard's
+gradient as a row. Then the rows of all ranks are added in the order of the shards. On CPUs, each rank adds a part of
+every row and sends the sum to all ranks. The result is bit-identical for any number of ranks.
 
 ADR 98 explains why shards are fixed, and what that costs.
 """
@@ -22,16 +22,17 @@ from raysgd.torch.objects import rng
 
 
 class LogicalShards:
-    """The gradients of one rank's logical shards, and their sum over all ranks.
+    """Stores the gradients of one rank's logical shards, and adds them up over all ranks.
 
     Args:
         num_shards: Number of shards in a global batch.
         rank: Rank of this worker.
         world_size: Number of ranks.
-        models: The models, wrapped if they have a wrapper.
+        models: Models as training calls them, most of them wrapped in `DistributedDataParallel`.
 
     Attributes:
-        fraction, seed_of_step: Values of the current shard; see `begin_batch`.
+        fraction: The current shard's fraction of the global batch's samples.
+        seed_of_step: Seed for the random numbers after the last shard of the step.
     """
 
     def __init__(self, num_shards: int, rank: int, world_size: int, models: Iterable[torch.nn.Module] = ()) -> None:
@@ -55,11 +56,11 @@ class LogicalShards:
         if is_first:
             self._num_kept, self._is_summed = 0, False
         for model in self._wrapped:
-            model.require_forward_param_sync = is_first  # synchronizes buffers once per step, on all ranks
+            model.require_forward_param_sync = is_first  # synchronize buffers only once per step; shard counts differ
         rng.seed_alike(seed)
 
     def keep(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Store the gradients of the backward pass that just ended."""
+        """Store the parameters' current gradients as the gradient of the current shard."""
         self._make_room(parameters)
         row = self._rows[self._num_kept]
         start = 0
@@ -74,7 +75,10 @@ class LogicalShards:
         self._num_kept += 1
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Allocate a row per shard of this rank: its gradients, then a flag per parameter for "has a gradient"."""
+        """Allocate a row for each shard of this rank, if necessary.
+
+        A row has the gradients of all parameters, then a flag for each parameter that is 1 if it has a gradient.
+        """
         num_numbers = sum(each.numel() for each in parameters)
         shape = (max(1, self._counts()[self._rank]), num_numbers + len(parameters))
         if self._rows.shape != shape:
@@ -86,28 +90,28 @@ class LogicalShards:
             self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
 
     def add_up(self, parameters: Sequence[torch.Tensor], seed: int) -> None:
-        """Set the gradients of all parameters to the sums over all shards.
+        """Set the gradients of all parameters to the sums over all shards of all ranks.
 
         Args:
-            parameters: The trained parameters.
+            parameters: Trained parameters, in the order in which `keep` got them.
             seed: Seed for the random numbers after the step.
         """
         counts = self._counts()
         self._make_room(parameters)
-        self._rows[self._num_kept :].zero_()  # a short global batch has shards without samples
+        self._rows[self._num_kept :].zero_()  # shards of a short global batch that have no samples
         sums = self._summed(self._rows[: counts[self._rank]], counts)
         start, flags = 0, sums[-len(parameters) :].tolist()
         for each, has_gradient in zip(parameters, flags, strict=True):
             each.grad = sums[start : start + each.numel()].to(each.dtype).view_as(each) if has_gradient else None
             start += each.numel()
         self._is_summed = True
-        rng.seed_alike(seed)  # all ranks continue with the same random state
+        rng.seed_alike(seed)  # all ranks continue with the same random numbers
 
     def check(self) -> None:
-        """Check that the gradients of the step were summed here.
+        """Check that `add_up` was called in the step that has ended.
 
         Raises:
-            ValueError: User code computed the gradients, so they differ between ranks.
+            ValueError: It was not, because user code computed the gradients itself, so they differ between ranks.
         """
         if not self._is_summed:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Options of `TorchTrainer` for steps and for FSDP. The objects are frozen and check their values when created."""
+"""Options of `TorchTrainer` for optimizer steps and for FSDP, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from raysgd.core.arguments import check_count, check_switch, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of an optimizer step. `TorchTrainer` has an argument for each of them.
+    """Options for optimizer steps. `TorchTrainer` has an argument for each of them.
 
     Attributes:
-        accumulate_grad_batches: Number of batches in an optimizer step. The step's gradient equals that of one large
-            batch.
+        accumulate_grad_batches: Number of batches in an optimizer step. The step's gradient equals the gradient of one
+            large batch.
         clip_grad_norm: Largest norm of all gradients of an optimizer; None for no limit.
         clip_grad_value: Largest absolute value of each element of the gradients; None for no limit.
         sync_batchnorm: True to compute the statistics of batch norms over the batches of all workers. Needs GPUs.
@@ -38,7 +38,7 @@ class StepOptions:
         window = check_count(
             "accumulate_grad_batches", self.accumulate_grad_batches, hint="1 steps the optimizer on every batch."
         )
-        object.__setattr__(self, "accumulate_grad_batches", window)  # may be a NumPy integer
+        object.__setattr__(self, "accumulate_grad_batches", window)  # a Python integer, even if NumPy's was passed
         for name in ("clip_grad_norm", "clip_grad_value"):
             bound = getattr(self, name)
             if bound is not None and not (is_number(bound) and bound > 0):
@@ -50,7 +50,7 @@ class StepOptions:
                 f"`compile={self.compile!r}`: allowed are True, False, and a dict of options for `torch.compile`."
             )
         if isinstance(self.compile, Mapping):
-            object.__setattr__(self, "compile", dict(self.compile))  # a copy: the caller may change the dict
+            object.__setattr__(self, "compile", dict(self.compile))  # a copy, because the caller may change the dict
 
     @property
     def clips(self) -> bool:
@@ -63,11 +63,12 @@ class FSDPOptions:
     """Options for `TorchTrainer(strategy_options=...)`.
 
     Attributes:
-        min_block_parameters: Minimum number of parameters for a block to become a group that is gathered separately.
+        min_block_parameters: Minimum number of parameters of a block (an element of a `ModuleList` or `Sequential`)
+            that is gathered separately.
         reshard_after_forward: True to reshard blocks between forward and backward pass. False saves communication and
             needs more memory.
-        mp_policy: A `MixedPrecisionPolicy` of PyTorch. Only with `precision="fp32"`.
-        offload_policy: A `CPUOffloadPolicy` of PyTorch, which stores a worker's shards in host memory.
+        mp_policy: PyTorch's `MixedPrecisionPolicy`; None for none. Allowed only with `precision="fp32"`.
+        offload_policy: PyTorch's `CPUOffloadPolicy`, which stores a worker's shards in host memory; None for none.
     """
 
     min_block_parameters: int = 1_000_000
@@ -76,6 +77,6 @@ class FSDPOptions:
     offload_policy: Any = None
 
     def for_pytorch(self) -> dict[str, Any]:
-        """Return the options of `fully_shard` for every group."""
+        """Return the options to pass to each call of `fully_shard`."""
         given = {"mp_policy": self.mp_policy, "offload_policy": self.offload_policy}
         return {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What the sources of batches need to know about the worker group: this replica's rank, and sums over the ranks."""
+"""The view of the worker group that sources of batches need: this replica's rank, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from raysgd.torch.parallel.strategy import Strategy, Summation
 
 
 class RankSums:
-    """Rank and sums over the ranks in one worker group. A new group gets a new object.
+    """This replica's rank in its worker group, and sums over the group's ranks. A new group needs a new object.
+
+    Args:
+        parallel: Strategy that keeps the replicas in sync, which provides the sums.
+        rank: Rank of this replica.
+        world_size: Number of replicas.
 
     Attributes:
         rank: Rank of this replica.
@@ -30,19 +35,19 @@ class RankSums:
 
     @property
     def is_global(self) -> bool:
-        """True if this replica steps together with others."""
+        """True if this replica takes synchronized steps with other replicas."""
         return self.world_size > 1 and self._parallel.synchronizes
 
     @cached_property
     def start_sum(self) -> Summation:
-        """Function that starts background sums over the ranks.
+        """Function that starts to sum a tensor over the ranks, in the background.
 
-        The first read is a collective operation of all ranks.
+        The first read of this property is a collective operation, in which all ranks must take part.
         """
         return self._parallel.summation()
 
     def adding(self) -> StartSum:
-        """Return a function that starts sums of NumPy arrays over the ranks.
+        """Return a function that starts to sum a NumPy array over the ranks, and returns a function that waits for it.
 
         Raises:
             ValueError: The workers do not communicate.

@@ -1,10 +1,10 @@
 """Base class of the strategies that keep the replicas of a model in sync.
 
 The loss of a batch is the mean over its samples, and an all-reduce takes the unweighted mean of the ranks' gradients.
-If the ranks' batches differ in size, that mean is not the mean over all samples. So a hook first multiplies each
-rank's gradient by a weight proportional to its number of samples (`Batch.weight`, nearly always 1.0). With gradient
-accumulation, a hook would see the sum of several batches, so the library must run the backward pass. See
-`raysgd.torch.parallel.amounts`.
+If the ranks' batches differ in size, that mean is not the mean over all samples. So a communication hook first
+multiplies each rank's gradient by a weight proportional to the rank's number of samples (`Batch.weight`, nearly always
+1.0). With gradient accumulation, a hook would see the sum of several batches' gradients. So losses are weighted
+instead, for which the library must run the backward pass. See `raysgd.torch.parallel.amounts`.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from raysgd.torch.parallel.leg import Leg, StepWatcher
 from raysgd.torch.parallel.logical_shards import LogicalShards
 from raysgd.trainer.worker.data.rank_rows import Gather, RowExchange
 
-# Starts to sum a tensor of integers over the ranks, in place. Returns a function that waits for the sum.
+# A function that starts to sum a tensor of integers over the ranks, in place, and returns a function to wait for it.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model, including computed tensors that modules store, which `deepcopy` alone rejects."""
+    """Return a deep copy of a model, even if its modules store tensors with a graph, which `deepcopy` rejects."""
     kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
 
 
 class Strategy:
-    """A single replica, or replicas that the user keeps in sync.
+    """The strategy of a single replica, or of replicas that the user keeps in sync. Base class of other strategies.
 
     Args:
         has_others: True if there are other ranks.
-        tells_rows: True to exchange metrics between the ranks in each step.
+        tells_rows: True to exchange rows, the metrics of each rank, between the ranks in each step.
 
     Attributes:
-        synchronizes: True if every step involves all ranks.
+        synchronizes: True if every optimizer step involves all ranks.
         has_others: True if there are other ranks.
-        is_sharded: True if each rank holds only a shard of each model, so that all ranks must help to read a full
-            state.
-        leg: The part of a training call that this group runs. Between calls, an empty leg.
-        exchanges: Outcome of the gradient communication in the running step.
-        exchanged: IDs of parameters, one per model whose gradients were all-reduced completely.
-        record: Record of what all ranks must do alike in the call; None if ranks need not act alike.
-        forward_context: Returns the context manager for forward passes.
+        is_sharded: True if each rank holds only a shard of each model, so that all ranks must take part to assemble a
+            full state.
+        leg: Leg, the part of a training call that this worker group runs. Between calls, an empty leg.
+        exchanges: Tracks whether the gradient communication of the running step succeeds.
+        exchanged: ID of one parameter of each model whose gradients have been all-reduced completely.
+        record: Records the actions in a call that all ranks must take in the same order; None if ranks may differ.
+        forward_context: Returns the context manager, such as autocast, for forward passes.
         shares_frozen: True if all ranks take frozen parameters from rank 0. False if each rank creates the same frozen
             parameters.
     """
@@ -69,7 +69,7 @@ class Strategy:
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(is_global=self.synchronizes)
         self._tells_rows = tells_rows
-        self._row_exchange: tuple[Gather, RowExchange] | None = None  # of this group; created when needed
+        self._row_exchange: tuple[Gather, RowExchange] | None = None  # for the current worker group, created on demand
         self.has_others = has_others
         self.exchanges = Exchanges()
         self.record = GlobalRecord() if self.synchronizes else None
@@ -79,15 +79,21 @@ class Strategy:
         self._left_out: list[torch.nn.Module] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """Return the model to call in training. `options` are arguments of `DistributedDataParallel`."""
+        """Wrap a model if this strategy requires it. Return the model to call in training.
+
+        Args:
+            model: Model on this rank's device.
+            device_ids: Argument of `DistributedDataParallel`.
+            options: Further arguments of `DistributedDataParallel`.
+        """
         return model
 
     def wrap_optimizer(self, optimizer: Any) -> Any:
-        """Return the optimizer to use in training."""
+        """Wrap an optimizer if this strategy requires it. Return the optimizer to use in training."""
         return optimizer
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Copy rank 0's values of a model without trainable parameters to all ranks. The model is not wrapped."""
+        """Copy rank 0's values to all ranks for a model without trainable parameters, which will not be wrapped."""
         take_from_first((*(model.parameters() if self.shares_frozen else ()), *model.buffers()))
         self._left_out.append(model)
         return model
@@ -99,7 +105,7 @@ class Strategy:
                 repeat_first(model.buffers())
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Make optimizers that were created before `wrap` train the parameters of the wrapped models."""
+        """Let optimizers that were created before `wrap` train the parameters of the wrapped models."""
 
     def begin_leg(
         self,
@@ -112,17 +118,17 @@ class Strategy:
         watcher: StepWatcher | None = None,
         may_defer: bool = True,
     ) -> Leg:
-        """Create the `Leg` for a call of `train`, or for the rest of the call in this group.
+        """Create the `Leg` for a call of `train`, or for the rest of a call that continues in a new worker group.
 
         Args:
-            models: The wrapped models.
-            may_run_backward: True if user code may run backward passes. Because it may catch their exceptions, the
-                outcome of gradient communication is then checked before a step counts.
-            window: Number of batches in an optimizer step. See `Leg`, also for the next three arguments.
+            models: Wrapped models.
+            may_run_backward: True if user code may run backward passes. It may then catch their exceptions, so each
+                step checks whether its gradient communication succeeded.
+            window: Number of batches in an optimizer step.
             most_parts: Largest number of batches into which a rank may split its share of a global batch.
-            shards: Stores the gradients of logical shards.
-            watcher: Observer of steps and gradient communication.
-            may_defer: True if gradient communication may wait for the last batch of a window.
+            shards: Adds up the gradients of logical shards; None without logical shards.
+            watcher: Observer of steps and gradient communication; None for no observer.
+            may_defer: True if the gradients of a step's batches may be all-reduced together with the last batch's.
         """
         leg = self.leg = Leg(window, most_parts=most_parts, shards=shards, is_global=self.synchronizes, watcher=watcher)
         leg.defer = self._deferrer(models, may_run_backward) if may_defer else None
@@ -136,27 +142,28 @@ class Strategy:
         return leg
 
     def end_leg(self) -> None:
-        """Replace the leg by an empty leg, for user code between two calls. Called even if the call fails."""
+        """Replace the leg with an empty leg, for user code between two calls. Called even if the call fails."""
         if self.leg.defer is not None:
             self.leg.defer(False)
         self.leg = Leg(is_global=self.synchronizes)
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
-        """Return a function to call before each batch, with True if the communication of its gradients can wait.
+        """Return a function that turns the deferral of gradient communication to a later batch on or off.
 
-        Returns None if gradient communication never waits.
+        It is called before each batch. Return None if this strategy cannot defer communication.
         """
         return None
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
-        """Start averaging the gradients of all parameters that are trainable now. Must be called on all ranks together.
+        """Start averaging the gradients of all parameters that are trainable now. All ranks must call this together.
 
         Args:
-            models: The wrapped models.
-            is_agreed: True if all ranks are known to train the same parameters, so that they need not compare.
+            models: Wrapped models.
+            is_agreed: True if all ranks are known to have the same weights and trainable parameters, so that nothing
+                needs to be copied from rank 0.
 
         Raises:
-            ValueError: The gradients of a model cannot be averaged.
+            ValueError: A model was registered without trainable parameters, so its gradients cannot be averaged.
         """
         for model in self._left_out:
             if trainable(model) and any(model is each for each in models):
@@ -168,22 +175,22 @@ class Strategy:
                 )
 
     def left_out_of(self, model: torch.nn.Module) -> Collection[str] | None:
-        """Return the names of parameters that may differ between ranks; None if all may. `model` has no wrapper."""
+        """Return the names of an unwrapped model's parameters that may differ between ranks; None if all may differ."""
         return None
 
     @property
     def obstacle(self) -> str | None:
-        """Reason why the models cannot continue in a new group; None if they can."""
+        """Reason why the models cannot continue in a new worker group after a failure; None if they can."""
         return "the replicas are not kept in sync by `DistributedDataParallel`"
 
     def reform(self) -> None:
-        """Connect the models to the new group. The model objects stay the same."""
+        """Adapt the models to the worker group that this process has joined. The model objects stay the same."""
         self.exchanges = self.exchanges.of_next_group()
         if self.record is not None:
             self.record = GlobalRecord()
 
     def row_exchange(self, name: str, size: int) -> RowExchange | None:
-        """Return the object that exchanges rows between the ranks; None if the ranks exchange no rows.
+        """Return the object that exchanges rows, the metrics of each rank; None if the ranks exchange no rows.
 
         Args:
             name: Name of this rank.
@@ -202,10 +209,10 @@ class Strategy:
         return dist.get_world_size() if self.synchronizes else 1
 
     def start_total(self, amount: Any) -> Callable[[], Any]:
-        """Start to sum an amount over the ranks whose gradients are averaged.
+        """Start to sum an amount, such as a number of labels, over the ranks whose gradients are averaged.
 
         Args:
-            amount: A number, or a tensor of one element on the device of the models.
+            amount: This rank's amount: a number, or a one-element tensor on the device of the models.
 
         Returns:
             A function that waits for the sum and returns it: a number, or a tensor if the sum is on a GPU, to avoid a
@@ -214,7 +221,8 @@ class Strategy:
         if not self.synchronizes:
             return lambda: amount
         group = exchanges_at_once()
-        if group is not None and not isinstance(amount, torch.Tensor):  # usually sent with the gradients
+        if group is not None and not isinstance(amount, torch.Tensor):
+            # Do not start a sum now, because the amount is usually sent together with the gradients.
             return partial(self._total_at_once, group, amount)
         numbers = torch.zeros(1, dtype=torch.float64, device=reachable()) + amount
         with self.exchanges.noting():
@@ -222,7 +230,7 @@ class Strategy:
         return cache(partial(self._total, wait, numbers))
 
     def _start_sum(self, numbers: torch.Tensor) -> Callable[[], Any]:
-        """Start a sum in the process group of the gradients, right before the gradients of the same backward pass."""
+        """Start to sum a tensor in the process group that all-reduces gradients. Return a function to wait for it."""
         return dist.all_reduce(numbers, async_op=True).wait
 
     def _total_at_once(self, group: Group, amount: float) -> float:
@@ -237,14 +245,14 @@ class Strategy:
         return numbers.item() if numbers.device.type == "cpu" else numbers[0]
 
     def note_exchange(self, work: str) -> None:
-        """Record that gradients are reduced over the ranks, under the name `work`."""
+        """Record that a model's gradients are all-reduced, under the name `work`."""
         if self.record is not None:
             self.record.note(work)
         if self.leg.watcher is not None:
             self.leg.watcher.note_exchange()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average gradients whose communication was deferred to a batch that never came."""
+        """Average gradients whose all-reduce was deferred to a later batch, although no such batch followed."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Return True if no gradients of earlier batches remain to accumulate into."""
@@ -252,22 +260,25 @@ class Strategy:
 
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Context for another backward pass of the same batch, on a loss that is already multiplied by its weight."""
+        """Run another backward pass of the same batch in the `with` block, with a loss multiplied by its weight."""
         with self.leg.weighting():
             yield
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Context for evaluation, in which ranks may have different numbers of batches."""
+        """Prepare the models for evaluation in the `with` block. Ranks may have different numbers of batches."""
         yield
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """Return the full state of a model or optimizer. If it is sharded, all ranks must call this; rank 0 gets it."""
+        """Return the full state dict of a model or optimizer.
+
+        If it is sharded, all ranks must call this, and only rank 0 gets the full state.
+        """
         state: dict[str, Any] = part.state_dict()
         return state
 
     def part_of_state(self, part: Any) -> dict[str, Any]:
-        """Return this rank's state dict of a model or optimizer. If it is sharded, tensors are this rank's shards."""
+        """Return this rank's state dict of a model or optimizer. If that is sharded, its tensors are shards."""
         state: dict[str, Any] = part.state_dict()
         return state
 
@@ -279,7 +290,7 @@ class Strategy:
     def group_beside(self) -> Any:
         """Separate process group for communication outside of training; None if models are not sharded.
 
-        Reading it is a collective operation: all ranks must do so.
+        Reading this property is a collective operation, in which all ranks must take part.
         """
         return None
 
@@ -292,7 +303,7 @@ class Strategy:
         load_optimizer(optimizer, state)
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Return a CPU copy of a model, without anything that the library added; None on ranks that hold no copy."""
+        """Return a CPU copy of a model without anything that the library added; None on ranks that get no copy."""
         return without_checkpointing(_copied(unwrap(model)).cpu())
 
     def all_sum(self, tensor: torch.Tensor) -> None:
@@ -304,23 +315,23 @@ class Strategy:
             dist.all_reduce(tensor)
 
     def summation(self) -> Summation:
-        """Return a function that starts a background sum over the ranks and returns a function that waits for it.
+        """Return a function that starts to sum a tensor over the ranks, and returns a function that waits for the sum.
 
-        All ranks must call this at the same time.
+        All ranks must call this method at the same time.
         """
-        # A separate process group, because in the default group these sums could overtake the gradient all-reduces.
+        # Use a separate process group. In the default group, the ranks might order sums and all-reduces differently.
         start_sum = summation_beside()
         return lambda numbers: start_sum(numbers).wait
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:
-    """Return the group to use for summing a tensor; None if PyTorch is faster."""
+    """Return the mesh, direct connections between the ranks, to sum a tensor; None if PyTorch is faster."""
     group = exchanges_at_once() if tensor.device.type == "cpu" else None
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 
 
 def reachable() -> torch.device | None:
-    """Return the device on which PyTorch's default process group reduces tensors; None for the CPU."""
+    """Return the device of tensors that PyTorch's default process group can all-reduce; None for the CPU."""
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
 
@@ -355,7 +366,7 @@ def _check_shapes(tensors: Sequence[torch.Tensor]) -> None:
 
 def repeat_first(tensors: Iterable[torch.Tensor]) -> None:
     """Copy rank 0's tensors to every rank. Their shapes must be the same on all ranks."""
-    # Avoid gloo if possible: its broadcast may hang when its connections are closed.
+    # Prefer the mesh to gloo, whose broadcast may hang when its connections are closed.
     for tensor in _with_numbers(tensors):
         flat = tensor.contiguous().reshape(-1)
         at_once = quick_group(flat)
@@ -374,6 +385,6 @@ def _with_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model in a `DistributedDataParallel` or `DataParallel` wrapper, or the model itself.
 
-    Any other class with an attribute `module` may compute something else, so it counts as a model.
+    Other classes with an attribute `module` are not unwrapped, because they may do more than call it.
     """
     return model.module if isinstance(model, DistributedDataParallel | torch.nn.DataParallel) else model

@@ -1,1 +1,1 @@
-"""An optimizer step: gradients, schedulers, and undoing an interrupted batch."""
+"""What belongs to an optimizer step: gradients, learning rate schedulers, and undoing an interrupted batch."""

@@ -1,8 +1,9 @@
-"""Advice for mistakes that PyTorch reports with unclear messages, or with a hang.
+"""Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would make it hang.
 
-Known exceptions of PyTorch get advice in their message. If the ranks' shares of a global batch differ in size, gathers
-in user code compare sizes first, because gloo would crash the process of a rank that receives too much, and NCCL would
-wait forever. If an epoch contains shares on which a batch norm cannot train, it is rejected when it starts.
+Known exceptions of PyTorch get advice in their message. A global batch, the batch of all ranks together, may be split
+into shares of different sizes. All-gathers in user code then compare the tensors' sizes first. Otherwise, gloo would
+crash the process of a rank that receives too much, and NCCL would wait forever. If an epoch contains shares that are
+too small for a batch norm to train on, the epoch is rejected when it starts.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ _FLOAT64 = (
 
 @contextmanager
 def with_advice(models: Iterable[torch.nn.Module], divided: Leg | None = None) -> Iterator[None]:
-    """Context that adds advice to the message of a known exception. The exception stays the same object.
+    """Add advice to the message of a known exception that the `with` block raises. The exception stays the same object.
 
     Args:
-        models: The trained models.
-        divided: The leg, if its batches are shares of global batches.
+        models: Models that are trained.
+        divided: Leg, the part of the training call that this worker group runs, if its batches are shares of global
+            batches; otherwise None.
     """
     try:
         yield
@@ -96,9 +98,14 @@ _NO_SAMPLE = (
 
 
 def check_norms(models: Iterable[Module], plan: PassPlan) -> None:
-    """Check that batch norms can train on every rank's share in the rest of an epoch.
+    """Check that batch norms can train on every rank's share of each batch in the rest of an epoch.
 
-    Batch norms for images always can, because an image has many values for each channel.
+    Only `BatchNorm1d` and `SyncBatchNorm` are checked. Other batch norms can train on a single image, which has many
+    values for each channel.
+
+    Args:
+        models: Models that are trained.
+        plan: Sizes of the remaining batches.
 
     Raises:
         ValueError: A share has a single sample or, with `SyncBatchNorm`, no sample.
@@ -115,10 +122,11 @@ _NAMES = ("allgather", "_allgather_base", "all_gather_single")
 
 @contextmanager
 def comparing_sizes(differ: Callable[[], bool]) -> Iterator[None]:
-    """Context in which the sizes of tensors that ranks gather are compared.
+    """Compare the sizes of tensors that ranks all-gather during the `with` block. Raise if the sizes differ.
 
     Args:
-        differ: Returns True if the ranks' shares differ in this step. It must return the same on all ranks.
+        differ: Returns True if the ranks' shares of the current batch differ in size. Only then are tensors compared.
+            It must return the same value on all ranks.
     """
     kept = {name: value for name, value in vars(dist.ProcessGroup).items() if name in _NAMES}
     if not kept:

@@ -1,4 +1,4 @@
-"""The learning-rate schedulers that the library steps: which of them, when, and with which metric."""
+"""Steps the registered learning rate schedulers: after which batches or epochs, and with which metric."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ MeanOf = Callable[[str, Mapping[str, Any]], float | None]
 """Takes a metric's name and one worker's metrics. Returns the mean over all workers; None if no worker has it."""
 
 Plateau = tuple[str, Callable[[float], Any]]
-"""The name of a scheduler's metric, and the scheduler's `step` method."""
+"""For a `ReduceLROnPlateau` scheduler: the name of its metric, and its `step` method."""
 
 _VAL_LOSS = "val_loss"
 
 
 def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], list[Any]]:
-    """Return the schedulers that the default `train_epoch` steps after each optimizer step, and after the epoch.
+    """Return two lists: the schedulers to step after each optimizer step, and those to step after the epoch.
+
+    The default `train_epoch` steps them.
 
     Args:
-        operator: The operator with `scheduler`, `scheduler_step_freq` and `scheduler_metric`.
-        validates: True if a validation follows, as in `fit`. Schedulers may use its metrics.
+        operator: Operator with `scheduler`, `scheduler_step_freq` and `scheduler_metric`.
+        validates: True if a validation follows, as in `fit`. Schedulers may use the metrics of the validation.
 
     Raises:
         ValueError: A `ReduceLROnPlateau` has no metric, or would step after each batch.
@@ -52,7 +54,7 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
 
 
 def _warn_of_end(operator: Any, length: int) -> None:
-    """Warn once that a cosine schedule has ended before the training, as in a resumed run with more epochs."""
+    """Warn once that a cosine schedule has ended although training continues, as in a resumed run with more epochs."""
     if operator.world_rank == 0 and operator._raysgd.once.is_first("cosine"):
         logger.warning(
             "`CosineAnnealingLR(T_max=%d)` has taken its %d steps, so the learning rate now climbs back to its initial "
@@ -77,9 +79,9 @@ def step_after_epoch(
     """Step schedulers after an epoch.
 
     Args:
-        schedulers: The schedulers.
+        schedulers: Schedulers to step.
         metric: Name of the metric for `ReduceLROnPlateau`; None for `val_loss`.
-        metrics: Metrics of this worker.
+        metrics: This worker's metrics of the epoch.
         mean_of: Returns the mean of a metric over all workers, so that all workers choose the same learning rate.
         validates: True if a validation follows. A missing metric is then expected to come from the validation.
 
@@ -110,10 +112,10 @@ def plateaus_of(operator: Any) -> list[Plateau]:
 def values_after_validation(
     names: Sequence[str], trained: Mapping[str, Any], validated: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the values of metrics for schedulers that wait for the validation.
+    """Return the metrics, by name, for schedulers that step after the validation.
 
     Args:
-        names: Names of the schedulers' metrics, with or without the prefix that the history adds.
+        names: Names of the schedulers' metrics. Metrics of the validation may have the prefix `val_`.
         trained: Metrics of the training call. Schedulers that use one of these metrics have already stepped.
         validated: Metrics of the validation.
 

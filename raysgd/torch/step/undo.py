@@ -1,10 +1,11 @@
 """Undoes an interrupted batch. Copies the state that a batch may change, and restores it if the batch is repeated.
 
-A lost worker breaks the gradient all-reduce of the other ranks in the middle of their batch. Until then, default code
-has changed only buffers, because its only all-reduce comes before its only step. User code may have changed any state.
-So all state is copied before the first batch of each call, and this batch is observed. If weights change or an
-optimizer steps before an all-reduce, all state is copied before each later batch, too. A batch that may have changed
-state without a copy is never repeated. Instead, the call restarts from the snapshot.
+A lost worker breaks the gradient all-reduce of the other ranks in the middle of their batch. At that time, the default
+training code has changed only the models' buffers, because its only all-reduce comes before its only optimizer step.
+User code may have changed any state. So all state is copied before the first batch of each call, and this batch is
+observed. If weights change or an optimizer steps before an all-reduce, all state is copied before each later batch,
+too. A batch that may have changed state that was not copied is never repeated. Instead, the call restarts from the
+snapshot, the last state that the driver has.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ _OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
 
 
 class _Watched:
-    """Observations about the batches of a call that one worker group runs.
+    """What was observed about the batches of a call, or of the part of the call that one worker group runs.
 
     Args:
-        models: The trained modules.
+        models: Modules that are trained.
         watches_frozen: True to detect frozen parameters that change, such as moving averages of weights.
         unchanging: IDs of parameters that are known not to change.
 
     Attributes:
-        parameters, buffers: Parameters and buffers of the models.
-        frozen, digests: Frozen parameters, and digests of their values: before the first batch or, after it, at its
-            end.
+        parameters: Parameters of the models.
+        buffers: For each buffer of the models, the dict of buffers that contains it and its name.
+        frozen: Frozen parameters to check for changes.
+        digests: Digest of each of these parameters, from before the first batch and, later, from its end.
         moving: Frozen parameters that changed in the first batch, by ID.
         copied: Parameters that were copied before the last batch.
-        num_usual: Number of gradient all-reduces in the first batch.
+        num_usual: Number of gradient all-reduces in the first batch; infinite until it is complete.
         is_first: True until the first batch is complete.
     """
 
@@ -79,18 +81,22 @@ class _Watched:
 
 
 class _OpenBatch:
-    """A batch that is not complete: the state before the batch, and what has happened in it.
+    """The batch that is running: the state before it, and what has happened in it.
+
+    The values of tensors are copied separately, in `_Copies`.
 
     Attributes:
         is_copied: True if any state was copied before the batch.
-        is_whole: True if all state was copied.
+        is_whole: True if all state was copied before the batch.
         has_stepped: True if an optimizer has started to step.
-        num_exchanges: Number of gradient all-reduces.
-        num_collectives: Number of collectives in the group of all ranks when an optimizer last started to step.
-        places, contents, gradients: Tensors in the models' buffers, contents of dicts and lists, and gradients before
-            the batch.
-        drawn: States of the random number generators before the batch.
-        flags: `requires_grad` of the parameters before the batch.
+        num_exchanges: Number of gradient all-reduces so far.
+        num_collectives: Number of collectives in PyTorch's default process group when an optimizer last started to
+            step; None if this is not needed.
+        places: For each buffer of the models: the dict of buffers, the buffer's name, and the tensor in it.
+        contents: Dicts and lists in optimizers and similar objects, each with a shallow copy.
+        gradients: Parameters with their gradients.
+        drawn: States of the random number generators.
+        flags: Parameters with their `requires_grad`.
     """
 
     def __init__(self) -> None:
@@ -104,7 +110,13 @@ class _OpenBatch:
         self.drawn: Any = None
 
     def look_into(self, value: Any, seen: set[int], tensors: list[torch.Tensor]) -> None:
-        """Record the contents of containers and of objects of known classes. Collect the tensors in them."""
+        """Record the contents of nested dicts and lists and of objects of known classes, and collect their tensors.
+
+        Args:
+            value: Value to record, recursively.
+            seen: IDs of values that are already recorded.
+            tensors: List to which tensors are appended.
+        """
         value = vars(value) if isinstance(value, _OPEN) else value
         if id(value) in seen:
             return
@@ -118,12 +130,12 @@ class _OpenBatch:
                 self.look_into(each, seen, tensors)
 
     def put_back(self) -> None:
-        """Restore everything except the values of tensors."""
+        """Restore everything that this object has recorded. `_Copies` restores the values of tensors."""
         for container, content in self.contents:
             if isinstance(container, list):
                 container[:] = content
             else:
-                container.update(content)  # not cleared first, because another thread may read it
+                container.update(content)  # not cleared before, because another thread may be reading the dict
                 for name in container.keys() - content.keys():
                     del container[name]
         for buffers, name, value in self.places:
@@ -140,13 +152,13 @@ class Undo:
     """Copies the state that the batches of one rank may change, and restores it.
 
     Args:
-        models: The trained modules, without wrappers.
-        optimizers: The modules' optimizers. `note_step` is called before each of their steps.
+        models: Modules that are trained, without wrappers.
+        optimizers: Optimizers of the modules. The caller calls `note_step` before each of their steps.
         others: Other objects that a batch may change, such as schedulers.
-        followers: Returns objects that change when an optimizer steps.
-        copies: True to copy all state before each batch. False to copy only buffers, which is enough for default code.
-            None to copy all state before the first batch of a call, and before later batches if the first shows the
-            need.
+        followers: Returns objects of callbacks that change when an optimizer steps, such as averages of weights.
+        copies: True to copy all state before each batch. False to copy only buffers, which is enough for the default
+            training code. None to copy all state before the first batch of a call, and to decide for later batches by
+            what happens in the first batch.
         ledger: Measures the time that copies take.
         unchanging: IDs of parameters that no batch changes, so that they are not copied. IDs may be removed later.
 
@@ -171,29 +183,33 @@ class Undo:
         self._ledger = ledger or Ledger()
         self._is_off = False
         self._copies = _Copies()
-        self._watched: _Watched | None = None  # None if batches cannot be repeated
+        self._watched: _Watched | None = None  # None if batches will not be repeated after a failure
         self._batch: _OpenBatch | None = None
 
     @property
     def is_whole(self) -> bool:
-        """True if all state was copied before this batch."""
+        """True if all state was copied before the current batch."""
         return self._batch is not None and self._batch.is_whole
 
     @property
     def num_exchanges(self) -> int:
-        """Number of gradient all-reduces in this batch."""
+        """Number of gradient all-reduces in the current batch."""
         return 0 if self._batch is None else self._batch.num_exchanges
 
     def forget(self) -> None:
-        """Discard the current batch and the record of its previous state."""
+        """Forget the current batch, so that it can no longer be undone."""
         self._batch = None
 
     def switch_off(self) -> None:
-        """Stop copying. A failure in the middle of a batch then restarts the call from the snapshot."""
+        """Stop copying state. After a failure in the middle of a batch, the call then restarts from the snapshot."""
         self._is_off, self._watched = True, None
 
     def open_call(self, is_used: bool = True) -> None:
-        """Start a call, or continue it after a failure. Without `is_used`, its batches are never repeated."""
+        """Prepare for the batches of a call, or of the rest of a call after a failure.
+
+        Args:
+            is_used: False if batches are not repeated in this call, so that nothing needs to be copied.
+        """
         self.forget()
         is_watching = is_used and not self._is_off
         self._watched = _Watched(self._models, not self.copies_all, self._unchanging) if is_watching else None
@@ -204,7 +220,7 @@ class Undo:
         """Start a batch. Copy the state that it may change.
 
         Args:
-            waiting: Parameters whose gradients of earlier batches no optimizer has used in a step yet.
+            waiting: Parameters with gradients of earlier batches that no optimizer has used in a step yet.
         """
         batch, watched = _OpenBatch(), self._watched
         self._batch = batch
@@ -240,7 +256,7 @@ class Undo:
             batch.flags = [(each, each.requires_grad) for each in watched.parameters]
             batch.drawn = rng.capture()
         elif self._watches:
-            # Learning rates and schedules are small, and user code may change them before an all-reduce.
+            # Always copy learning rates and schedules. They are small, and user code may change them early in a batch.
             seen |= {id(vars(each)) for each in self._optimizers}
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
                 batch.look_into(content, seen, tensors)
@@ -252,7 +268,10 @@ class Undo:
         batch.is_copied, batch.is_whole = True, copies_all
 
     def note_exchange(self) -> None:
-        """Called when gradients of a model are all-reduced, at most once in each backward pass."""
+        """Record that a model's gradients are all-reduced. Called at most once in each backward pass.
+
+        If state has changed before this all-reduce, copy all state before later batches.
+        """
         batch, watched = self._batch, self._watched
         if batch is None:
             return
@@ -264,7 +283,7 @@ class Undo:
         self.copies_all = has_more or (watched.is_first and self._copies.differ(watched.copied))
 
     def note_step(self) -> None:
-        """Called before an optimizer steps."""
+        """Record that an optimizer is about to step."""
         batch = self._batch
         if batch is not None:
             batch.has_stepped = True
@@ -272,9 +291,9 @@ class Undo:
                 batch.num_collectives = _num_collectives()
 
     def note_return(self) -> None:
-        """Called when user code has finished its part of the batch.
+        """Check whether user code called collectives after an optimizer step. If so, copy all state from now on.
 
-        Later collectives of the batch are the library's.
+        Called when user code has finished its part of the batch. Later collectives come from the library.
         """
         batch = self._batch
         if batch is not None and batch.num_collectives is not None:
@@ -282,7 +301,7 @@ class Undo:
             batch.num_collectives = None
 
     def end_batch(self) -> None:
-        """Complete the batch."""
+        """Record that the batch is complete, so that it can no longer be undone."""
         self.note_return()
         batch, watched = self._batch, self._watched
         if batch is not None and watched is not None and watched.is_first and not self.copies_all:
@@ -291,9 +310,9 @@ class Undo:
 
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
-            return  # without an all-reduce, it shows nothing, so the next batch counts as the first
+            return  # a batch without an all-reduce shows nothing, so the next batch is treated as the first
         if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):
-            # Parameters changed without an optimizer step, at an unknown moment.
+            # Parameters changed without an optimizer step, perhaps before an all-reduce.
             self.copies_all = True
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
@@ -303,10 +322,10 @@ class Undo:
     # ------------------------------------------------------------------------------------------------- after a failure
 
     def can_put_back(self, has_broken: bool) -> bool:
-        """Return True if the state is that before the batch, or if `put_back` can restore that state.
+        """Return True if the state from before the batch is unchanged, or if `put_back` can restore it.
 
         Args:
-            has_broken: True if one of the recorded all-reduces has failed.
+            has_broken: True if one of the batch's recorded all-reduces has failed.
         """
         batch, watched = self._batch, self._watched
         if batch is None or batch.is_whole:
@@ -314,11 +333,11 @@ class Undo:
         if watched is None or batch.has_stepped:
             return False
         if self._watches and batch.num_exchanges - has_broken >= watched.num_usual:
-            return False  # all usual all-reduces are done, so user code may have stepped
+            return False  # as many all-reduces succeeded as in the first batch, so user code may have changed weights
         return watched.are_unchanged()
 
     def put_back(self) -> None:
-        """Restore the state before the batch. Call this only if `can_put_back` returns True."""
+        """Restore the state from before the batch. Call this only if `can_put_back` returns True."""
         batch = self._batch
         if batch is not None:
             batch.put_back()
@@ -328,16 +347,16 @@ class Undo:
 
 
 class _Copies:
-    """Copies of tensors on their devices. The memory of the copies is reused."""
+    """Copies tensors, on their devices, and restores them. The memory of the copies is reused from batch to batch."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
-        self._places: list[torch.Tensor] = []  # the storage of each tensor, in case user code assigns `.data`
+        self._places: list[torch.Tensor] = []  # original `.data` of each tensor, which user code may replace
         self._copies: list[torch.Tensor] = []
 
     @torch.no_grad()
     def take_copies(self, tensors: list[torch.Tensor]) -> None:
-        """Copy tensors, and free memory that is no longer needed."""
+        """Copy the tensors, replacing the previous copies, and free memory that is no longer needed."""
         for index, tensor in enumerate(tensors):
             kinds = [(each.shape, each.dtype, each.device) for each in (tensor, *self._copies[index : index + 1])]
             if len({*kinds}) > 1 or len(kinds) == 1:
@@ -347,13 +366,17 @@ class _Copies:
         self._tensors, self._places = tensors, [each.data for each in tensors]
 
     def differ(self, first: Sequence[torch.Tensor]) -> bool:
-        """Return True if any tensor in `first`, the tensors that were copied first, has changed since then."""
+        """Return True if any tensor in `first` has changed since the last `take_copies`.
+
+        Args:
+            first: The first elements of the list that was passed to `take_copies`.
+        """
         pairs = zip(first, self._copies, strict=False)
         return not all(torch.equal(each, copy) for each, copy in pairs)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the values of the tensors."""
+        """Restore the values and memory of the copied tensors."""
         for tensor, place in zip(self._tensors, self._places, strict=True):
             if tensor.data_ptr() != place.data_ptr() or tensor.shape != place.shape:
                 tensor.data = place
@@ -361,7 +384,7 @@ class _Copies:
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors. On a GPU, tensors of the same dtype are copied together."""
+    """Copy the values of `sources` to `targets`. On a GPU, tensors of the same dtype are copied together."""
     kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         kinds.setdefault((target.device, None if target.is_cpu else target.dtype), []).append((target, source))
@@ -370,7 +393,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 
 def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tensor to restore later: the tensor itself, or a copy if it is sparse."""
+    """Return the tensor object to restore later: the tensor itself, or a copy if it is sparse."""
     return tensor.clone() if tensor is not None and tensor.layout != torch.strided else tensor
 
 
@@ -387,20 +410,20 @@ def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits in each row of a tensor. Different values hardly ever have the same sums."""
+    """Return the sum of each row of a tensor, with its bits taken as integers. Any change is very likely to show."""
     bits = tensor.detach()
     if bits.is_complex():
         bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
     size, kinds = bits.element_size(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     has_words = bits.ndim > 0 and bits.is_contiguous() and not bits.storage_offset() * size % 8
-    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # sums of words are faster
+    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # 8-byte words sum up faster
     return bits.view(kind).sum(-1, dtype=torch.int64)
 
 
 def _num_collectives() -> float:
-    """Return the number of collectives that this process has started in the group of all ranks, even in user code.
+    """Return the number of collectives that this process has started in PyTorch's default group, even in user code.
 
-    Return NaN, which differs from itself, if PyTorch does not know the number.
+    Return NaN if this version of PyTorch cannot tell. NaN differs from itself, so callers assume a change.
     """
     group: Any = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None  # the stubs lack a method
     return 0 if group is None else getattr(group, "_get_sequence_number_for_group", lambda: math.nan)()
@@ -410,12 +433,12 @@ def _num_collectives() -> float:
 
 
 def lacks_memory(models: Sequence[torch.nn.Module], num_sharing: int, unchanging: Collection[int] = ()) -> str | None:
-    """Return a description of the memory that copies of all state need, if that exceeds half of the free memory.
+    """Check whether there is enough memory to copy all state.
 
-    Otherwise, return None.
+    Return a description of the needed and free memory if more than half of the free memory is needed; otherwise None.
 
     Args:
-        models: The trained modules. Their optimizers are assumed to hold as much as Adam.
+        models: Modules that are trained. Their optimizers are assumed to have as much state as Adam.
         num_sharing: Number of workers that share the node's memory.
         unchanging: IDs of parameters that are not copied.
     """
@@ -436,9 +459,9 @@ def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
     try:
         words = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split(maxsplit=1)
         free = int(words[0]) * 1024
-    except (OSError, IndexError):  # not Linux
+    except (OSError, IndexError):  # the system is not Linux
         return None
     limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    with suppress(OSError, ValueError):  # without a container, or without a limit
+    with suppress(OSError, ValueError):  # the process is not in a container, or the container has no limit
         free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
     return free // num_sharing
