@@ -22,7 +22,7 @@ class Mend:
         path: The file in the source package.
         old: The text to replace. It must occur exactly once.
         new: The replacement.
-        reason: Why the text is replaced.
+        reason: Why the patch is needed.
     """
 
     path: str
@@ -117,13 +117,14 @@ _DEFAULTS = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
 }
-# Variables that control how Horovod is built. Other variables with this prefix are for running processes.
+# Environment variables that control how Horovod is built. Other variables that start with HOROVOD_ affect processes
+# that run it, and are not part of the cache key.
 _OPTIONS = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CUDA|NCCL|ROCM|BUILD|CPU|ALLOW|DEBUG)(_|$)")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The system and PyTorch that Horovod is built for.
+    """The Python, platform and PyTorch that Horovod is built for.
 
     Attributes:
         python: Python tag, such as "cp311".
@@ -174,7 +175,7 @@ def build_environment(
 
 
 def local_version(target: Target, environment: Mapping[str, str]) -> str:
-    """Return the local part of the version to build. It changes with everything that affects the build."""
+    """Return the local part of the wheel's version, a hash of everything that affects the build."""
     text = repr((VERSION, MENDS, target, options(target, environment)))
     return f"raysgd.{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
