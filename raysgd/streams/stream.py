@@ -76,7 +76,7 @@ class Stream(ABC):
         return self.open(shard, start)
 
     def map(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
-        """Replace each row by `function(row)`.
+        """Replace each row with `function(row)`.
 
         If the function draws random numbers, use `seeded`. Otherwise, a row that is reread, for example after a
         failure, may be transformed differently.
