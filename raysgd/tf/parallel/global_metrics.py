@@ -1,4 +1,4 @@
-"""Merges variables of all ranks: metrics by their `aggregation`, statistics by averaging."""
+"""Merges variables over all ranks: metrics by their `aggregation`, statistics such as BatchNorm's by their mean."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
 
 
 class GlobalMetrics:
-    """Replaces models' results by results over all ranks.
+    """Replaces the results that Keras models report for an epoch with results over all ranks.
 
     Keras uses `get_metrics_result` for an epoch's results only if it returns the same names as the last step. The
-    replacement therefore returns these names. A metric has its result over all ranks, and any other number has its
-    sample-weighted mean.
+    replacement therefore returns these names. For a metric, it returns the result over all ranks, and for any other
+    number its sample-weighted mean over the ranks.
+
+    Args:
+        group: Returns the group of ranks.
+        traced: The step of a Keras loop that is being traced.
+        evaluates_together: Returns True if a Keras loop evaluates the same global batches on all ranks.
     """
 
     def __init__(self, group: Callable[[], Group], traced: TracedStep, evaluates_together: Callable[[], bool]) -> None:
@@ -50,7 +55,11 @@ class GlobalMetrics:
         self._returned[is_test] = {**dict.fromkeys(numbers), **noted} if is_known else {}
 
     def note_means(self, model: Any, count: Any) -> None:
-        """Record a model's mean metrics after a step. Some of them may weight all batches equally, not by samples."""
+        """Record a model's mean metrics after a step.
+
+        Some of them may weight all batches equally instead of by samples. `results_of` corrects these at the end of an
+        epoch.
+        """
         import tensorflow as tf
 
         means = _means_of(model)
@@ -61,14 +70,15 @@ class GlobalMetrics:
             tf.numpy_function(note, [values], [])
 
     def _note_batch(self, is_test: bool, values: Array) -> None:
-        """Store a batch's values whenever the graph runs."""
+        """Store a batch's values. Called whenever the graph runs."""
         batches = self._batches.setdefault(is_test, [])
-        if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():  # the metrics were reset in between
+        # If no count has grown, the metrics were reset since the last batch, so another epoch has started.
+        if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():
             batches.clear()
         batches.append(values)
 
     def _set_means_of_batches(self, model: Any, is_test: bool) -> None:
-        """Set means that weight all batches equally to the values that a single process would compute."""
+        """Set metrics that weight all batches equally to the values that a single process would compute."""
         means, group, batches = _means_of(model), self._group(), self._batches.pop(is_test, [])
         if group.size == 1 or not means or (is_test and not self._evaluates_together()):
             return
@@ -88,7 +98,7 @@ class GlobalMetrics:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Inside the block, replace watched models' results at the end of each epoch by results over all ranks."""
+        """Inside the block, replace models' results at the end of each epoch with results over all ranks."""
         self._is_merging = True
         try:
             yield
@@ -115,7 +125,10 @@ class GlobalMetrics:
         return get_metrics_result
 
     def _as_returned(self, known: Mapping[str, Any], results: Any, has_seen: Mapping[str, bool]) -> Any:
-        """Return the results under the names that the user's last step returned. After a Keras step, change nothing."""
+        """Return results under the names that the user's own `train_step` or `test_step` last returned.
+
+        If the user has not overridden the step, return `results` unchanged.
+        """
         count, is_test = (0, 0) if self._last is None else self._last.numpy()
         returned = self._returned.get(bool(is_test))
         if not returned:
@@ -176,14 +189,14 @@ def check_aggregation(metrics: Sequence[Any]) -> None:
 
 
 def merge_statistics(group: Group, models: Sequence[Any]) -> None:
-    """Average variables over all ranks that training changes without a gradient, such as BatchNorm's statistics."""
+    """Average the non-trainable weights, such as BatchNorm's statistics, over all ranks."""
     variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
     if group.size > 1 and variables:
         _assign_sums(group, variables, _values(variables), [1.0 / group.size] * len(variables))
 
 
 def share_first(group: Group, variables: Sequence[Any]) -> None:
-    """Broadcast rank 0's values of the variables."""
+    """Broadcast rank 0's values of the variables to all ranks."""
     if group.size == 1:
         return
     for variable in variables:
