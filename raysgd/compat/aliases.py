@@ -1,7 +1,7 @@
 """`install`, which lets programs written for `ray.util.sgd` run unchanged, and the alias modules that they import.
 
-Aliases are not copies: reading or setting a name on an alias reads or sets it on raysgd's module. Ray's own
-`ray.util.sgd`, which raises an error on import, is never executed.
+An alias is a module object under an old name. It copies nothing: reading or setting an attribute of the alias reads or
+sets it on raysgd's module. Ray's own `ray.util.sgd`, which raises an error on import, is never executed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Alias(ModuleType):
     """Makes a module available under another name.
 
     Args:
-        name: The name that a program imports.
-        target: The module that the program gets.
+        name: The old module name, which a program imports.
+        target: The raysgd module whose attributes the program gets.
     """
 
     def __init__(self, name: str, target: ModuleType) -> None:
@@ -75,7 +75,7 @@ def _alias_there(name: str, target: str) -> Alias:
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Finds the old library's modules that Ray no longer has, and `ray.util.iter`, which belongs to them."""
+    """Import hook that finds the old library's modules that Ray no longer has, and `ray.util.iter`, which they use."""
 
     def __init__(self) -> None:
         self._paths = Paths()

@@ -161,7 +161,7 @@ class TFHostedOperator(hosted.HostedOperator):
         learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
-        """If the operator's `warms_up` allows it, train on zeros, so that one-time work such as tracing is done early."""
+        """If the operator's `warms_up` allows it, train on zeros, so that work such as tracing is done in advance."""
         operator = self.operator
         if not operator.warms_up or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
