@@ -525,7 +525,8 @@ class NewPlace:
         new: The current location. None if the name is gone.
         reason: Why the name is gone, and what to use instead.
         module: The module to import for the name.
-        is_listed: True if the name is in the tables. Names that are not were internal to the old library.
+        is_listed: True if the name is in the tables. Other names, such as internal names of the old library, should not
+            occur in programs.
     """
 
     old: str

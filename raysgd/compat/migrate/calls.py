@@ -301,7 +301,10 @@ class Calls:
         return after.in_call(new) if after != before else new
 
     def _with_operator(self, arguments: Arguments) -> Arguments:
-        """Replace creator functions with an operator class from `from_creators`, called on the user's operator class if passed."""
+        """Replace creator functions with an operator class that `from_creators` creates from them.
+
+        It is called on the user's operator class if that was passed, else on `TrainingOperator`.
+        """
         taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
         if not any(name_of(each.arg) in _CREATORS for each in taken):
             return arguments

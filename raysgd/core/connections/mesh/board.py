@@ -1,8 +1,8 @@
 """The board: a key-value store that all ranks of a group read and write. Each rank has a full copy.
 
 Unlike a server, the board has no host that could die. A written value is forwarded to all other ranks, from neighbor to
-neighbor. The board needs only sockets and one thread per rank. The thread receives messages, and sends the bytes that a
-socket did not accept immediately.
+neighbor; a rank's neighbors are the ranks to which it has a connection. The board needs only sockets and one thread per
+rank. The thread receives messages, and sends the bytes that a socket did not accept immediately.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class _Link:
 
     Args:
         rank: Rank of the neighbor.
-        connection: The socket.
-        wake: Called when the socket's buffer fills up, so that bytes are left to send.
+        connection: Socket connected to the neighbor.
+        wake: Called when the socket has not accepted all bytes, so that another thread must send the rest.
     """
 
     __slots__ = ("_is_cut", "_received", "_sending", "_unsent", "_wake", "connection", "rank")
@@ -137,7 +137,7 @@ def neighbors(rank: int, size: int) -> set[int]:
 
 
 def next_of_all(rank: int, source: int, size: int) -> list[int]:
-    """Return the neighbors to which `rank` forwards a message from `source`. Every rank gets each message once."""
+    """Return the neighbors to which `rank` forwards a message that `source` wrote. Every rank gets the message once."""
     distance = (rank - source) % size
     powers = range(distance.bit_length(), (size - 1).bit_length())
     return [(rank + (1 << power)) % size for power in powers if distance + (1 << power) < size]
@@ -148,7 +148,9 @@ class BoardTimeout(MeshBroken):
 
 
 class Board:
-    """One rank's copy of the board. If one connection ends, the board ends all, so that all ranks learn of the failure.
+    """One rank's copy of the board, the key-value store that all ranks of a group share.
+
+    If one connection ends, this rank shuts down all its connections, so that all ranks learn of the failure.
 
     Args:
         rank: This rank.
@@ -232,7 +234,7 @@ class Board:
             self._break(_INTERRUPTED if was_cut else str(error))
 
     def _receive_once(self) -> None:
-        """Wait for messages, forward and store them. Only then raise an error if a connection has ended."""
+        """Wait for messages, then forward and store them. If a connection has ended, raise an error afterwards."""
         messages: list[BoardMessage] = []
         ends: list[MeshBroken] = []
         for number, events in self._poll.poll():
@@ -260,7 +262,7 @@ class Board:
         return link.receive() if events & ~select.POLLOUT else []
 
     def _watch_rests(self) -> None:
-        """From now on, also poll for neighbors that can accept the buffered rest."""
+        """Start polling for the neighbors whose sockets are ready to accept buffered bytes."""
         os.read(self._bell[0], _PART)
         for link in self._links.values():
             self._poll.modify(link.connection, _events(link))
@@ -269,7 +271,7 @@ class Board:
         os.write(self._bell[1], b"!")
 
     def _pass_on(self, messages: Sequence[BoardMessage]) -> None:
-        """Forward messages to ranks that lack them. Combine messages to the same neighbor."""
+        """Forward messages to the neighbors that get them from this rank. Combine messages to the same neighbor."""
         onward: dict[int, list[bytes]] = defaultdict(list)
         for message in messages:
             encoded = message.encoded

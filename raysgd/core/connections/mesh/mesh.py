@@ -1,7 +1,8 @@
-"""The mesh: connections between all pairs of ranks, over which ranks swap bytes. Needs only sockets.
+"""The mesh: sockets between all pairs of ranks, over which ranks swap bytes.
 
-Every rank must make the same swaps in the same order. An error in a swap shuts down all connections of this rank, so
-that no other rank waits for it. `interrupt` does the same from any thread.
+In a swap, a rank sends messages to some ranks and receives messages from some ranks at the same time. Every rank must
+make the same swaps in the same order. An error in a swap shuts down all connections of this rank, so that no other rank
+waits for it. `interrupt` does the same from any thread.
 
 ADR 35 explains why gradients in host memory do not use gloo.
 """
@@ -38,11 +39,11 @@ class NotAligned(ValueError):
 
 
 class Mesh:
-    """One rank's connections in one lane.
+    """One rank's connections to all other ranks.
 
     Attributes:
         timeout_s: How long a swap may stall before it raises.
-        waited_s: Seconds that this rank spent in swaps waiting for a rank that had not started them.
+        waited_s: Seconds that this rank has waited in swaps for ranks that had not started the same swap.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
