@@ -22,7 +22,7 @@ from raysgd.compat.paths import Paths
 VARIABLE = "RAYSGD_COMPAT"
 """Environment variable that tells worker processes that the driver called `install`."""
 _OLD = ("ray.util.sgd", "ray.experimental.sgd")
-"""The packages of the old library. Ray still has the first package, but importing it raises an error."""
+"""The old packages to redirect. Ray still has the first package, but importing it raises an error."""
 
 
 class Alias(ModuleType):
@@ -75,7 +75,7 @@ def _alias_there(name: str, target: str) -> Alias:
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Import hook that finds the old library's modules that Ray no longer has, and `ray.util.iter`, which they use."""
+    """Import hook that finds modules of `ray.util.sgd` and other old modules, which Ray no longer has, in raysgd."""
 
     def __init__(self) -> None:
         self._paths = Paths()

@@ -1,4 +1,4 @@
-"""Names of the old library that raysgd has in another module, or under another name."""
+"""Names of the old library, such as `ray.util.sgd`, that raysgd has in another module or under another name."""
 
 from __future__ import annotations
 

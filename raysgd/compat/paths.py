@@ -193,10 +193,10 @@ _INSIDE_RAY = {
     ),
     "ray.tune.suggest.zoopt": ("ray.tune.search.zoopt", "ZOOptSearch"),
 }
-"""Names that current Ray has in other modules."""
+"""Old names that current Ray has in other modules. They are replaced with these names of Ray."""
 _EXPERIMENTAL = "ray.experimental.sgd"
 _FORMERLY = ("", ".pytorch", ".tf", ".utils")
-"""Parts of `ray.util.sgd` that used to be in `ray.experimental.sgd`."""
+"""Submodules of `ray.util.sgd` that were in `ray.experimental.sgd` before."""
 _BESIDE_SGD = {
     "ray.util.iter": (
         "raysgd.util.iter",
@@ -329,7 +329,7 @@ _KEPT_BY_RAY = {
     "ray.ml.train.integrations.lightgbm": ("ray.train.lightgbm", "LightGBMTrainer"),
     "ray.ml.train.integrations.xgboost": ("ray.train.xgboost", "XGBoostTrainer"),
 }
-"""Names that keep their meaning in current Ray if the program uses a trainer that only Ray has."""
+"""Old names that stay Ray's if the program uses a trainer that only Ray has, with their modules in current Ray."""
 _GROUPS: dict[Group, dict[str, tuple[str, str]]] = {
     "sgd": {**_SGD, **_BESIDE_SGD, **_INSIDE_RAY},
     "train": _TRAIN,

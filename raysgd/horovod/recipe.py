@@ -191,7 +191,7 @@ def cache_folder(environment: Mapping[str, str], home: str) -> str:
 
 
 def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[str, str]) -> list[str]:
-    """Return the tools that the build needs but this machine lacks, each with advice.
+    """Return a message for each tool that the build needs but this machine lacks, with advice.
 
     Args:
         has_command: Returns True if a command exists.
@@ -210,7 +210,7 @@ def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[st
 
 
 def usable_cmake(cmake_versions: Mapping[str, str]) -> str | None:
-    """Return the first CMake with a suitable version, or None."""
+    """Return the path of the first CMake with a suitable version, or None."""
     for path, text in cmake_versions.items():
         found = re.search(r"version (\d+)\.(\d+)", text)
         if found and MIN_CMAKE <= (int(found[1]), int(found[2])) < TOO_NEW_CMAKE:

@@ -349,7 +349,7 @@ class StreamPass:
         stream: The stream, including its steps and its options for shuffling.
         shards: The stream's shards.
         pass_index: Index of the pass, from 0.
-        seed: Seed for shuffling, unless the stream has a seed of its own.
+        seed: Seed for shuffling, unless `Stream.shuffle` was called with a seed.
         num_lanes: Number of lanes.
     """
 

@@ -35,7 +35,7 @@ class TFRunner(ClassRunner):
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
         """Run the operator's `validate` once.
 
-        If the call has data of its own and Keras's `evaluate` draws the batches, the call's data temporarily replaces
+        If data was passed to the call and Keras's `evaluate` draws the batches, the call's data temporarily replaces
         the registered validation dataset.
         """
         if request.shard_key is None:

@@ -42,7 +42,7 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
 
     Args:
         path: The program's file.
-        ray_train: True if `ray.train` and `ray.air` mean the old library.
+        ray_train: True if `ray.train` and `ray.air` in the program mean their former versions, not current Ray.
     """
     reason = _obstacle(path)
     if reason is not None:

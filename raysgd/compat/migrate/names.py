@@ -1,4 +1,4 @@
-"""Rewrites imports of the old library in a program, and uses of the dotted names that the imports bind."""
+"""Rewrites a program's imports of the old library, such as `ray.util.sgd`, and uses of the names that they bind."""
 
 from __future__ import annotations
 

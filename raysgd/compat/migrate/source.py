@@ -21,7 +21,7 @@ _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
 """Matches the source code of every program that may need changes."""
 _WRITABLE = 0o222
 _OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|ray\.experimental\.sgd|raysgd")
-"""Matches the source code of programs in which `ray.util.iter` means the old library's module, not current Ray's."""
+"""Matches the source code of programs in which `ray.util.iter` means the former module, which raysgd has now."""
 _LEFT_TO_RAY = (
     "`ray.train`, `ray.air` and `ray.tune` stay Ray's in this file, with the configs. Today's Ray takes the configs of "
     "`ray.train`, such as `ray.train.ScalingConfig`, and refuses those of `ray.air`"
@@ -81,7 +81,7 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
 
     Args:
         text: The content of the program's file.
-        ray_train: True if `ray.train` and `ray.air` mean the old library, not current Ray.
+        ray_train: True if `ray.train` and `ray.air` in the program mean their former versions, not current Ray.
     """
     try:
         tree = ast.parse(text)  # first, because libcst crashes on very deeply nested code

@@ -148,7 +148,10 @@ class Group:
         return received
 
     def _gathered_in_rounds(self, own: Array) -> list[Array]:
-        """All-gather in log2 N rounds. In each round, a rank sends all arrays it has to a rank twice as far away."""
+        """All-gather in log2 N rounds.
+
+        In each round, a rank sends all arrays that it has, to a rank twice as far away as in the previous round.
+        """
         found = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
         found[0] = own
         for distance in doubled(self.size):
