@@ -227,7 +227,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 )
             return None
         if target.ndim == 3:
-            if getattr(config, "num_labels", None) == 1:  # the loss averages over all pixels, ignored pixels as 0
+            if getattr(config, "num_labels", None) == 1:  # the loss averages over all pixels; ignored pixels count as 0
                 return None
             ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
         return int(target.ne(ignored).sum())
@@ -240,7 +240,8 @@ class HuggingFaceOperator(SupervisedOperator):
             ValueError: The batch has several label arguments, so the loss is a sum of means over different labels.
         """
         name = type(self._original_models[0]).__name__
-        # Disable the KV cache. Recomputed blocks would fill it twice, and packed texts would attend to each other.
+        # Disable the KV cache. Blocks recomputed by activation checkpointing would fill it twice, and with the cache,
+        # packed texts would attend to each other.
         if self._keeps_cache and (self._recomputes or POSITIONS in features[0]):
             features = ({**features[0], "use_cache": False}, *features[1:])
         labels = [each for each in self._label_names if features[0].get(each) is not None]
@@ -249,7 +250,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose counts differ between workers. "
                 "Override `forward`: return the output, a loss that is a mean over one count, and that count."
             )
-        with _saying_texts(features, AttributeError, TypeError, ValueError):  # connection errors are of other types
+        with _saying_texts(features, AttributeError, TypeError, ValueError):  # connection errors have other types
             output = call(self.model, features)
         loss = own_loss(output)
         if loss is None:

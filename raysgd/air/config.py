@@ -407,7 +407,7 @@ class ScalingConfig:
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Total resources of the trial and its workers. For a range, counts the minimum number of workers."""
+        """Total resources of the trial and its workers. If `num_workers` is a range, this counts its minimum."""
         total: dict[str, float] = {}
         for bundle in self._bundles():
             for name, amount in bundle.items():
@@ -436,7 +436,7 @@ class ScalingConfig:
     def as_placement_group_factory(self) -> PlacementGroupFactory:
         """Return the bundles that Ray Tune reserves: one for the trial, then one for each worker.
 
-        For a range, it reserves the minimum number of workers, which the run needs to start.
+        If `num_workers` is a range, it reserves the minimum number of workers, which the run needs to start.
         """
         from ray.tune import PlacementGroupFactory
 

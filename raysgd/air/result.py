@@ -183,7 +183,7 @@ def _read_error(folder: Folder) -> Exception | None:
     if folder.has(ERROR_PICKLE_FILE):
         try:
             error = pickle.loads(folder.read(ERROR_PICKLE_FILE))
-        except Exception:  # the error's class may have changed, so unpickling may raise anything
+        except Exception:  # unpickling may raise anything, for example if the error's class has changed
             error = None
         if isinstance(error, Exception):
             return error

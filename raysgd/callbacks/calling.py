@@ -134,7 +134,7 @@ class Dispatcher:
             return None
         try:
             return call_with_known(method, *args, **info) if info else method(*args)
-        except CallbackError:  # from a callback nested in this callback
+        except CallbackError:  # this callback calls other callbacks, and one of them has failed
             raise
         except Exception as error:  # user code
             if self._advice is None:

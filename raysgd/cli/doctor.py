@@ -27,7 +27,7 @@ from raysgd.core.private_names import TABLE, TESTED, missing_names
 Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
-    "ray": "2.44",  # older versions drop a thread's state after each actor call, and PyTorch then ends the worker
+    "ray": "2.44",  # older versions drop a thread's state after each call, and PyTorch then ends workers in a group
     "torch": "2.10",  # in older versions, a file can make `torch.load(weights_only=True)` run code (CVE-2026-24747)
     "tensorflow": "2.19",
     "keras": "3.5",

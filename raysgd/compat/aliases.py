@@ -54,7 +54,7 @@ class Alias(ModuleType):
             raise AttributeError(f"`{place.old}` has no successor in raysgd: {place.reason}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) or name.startswith("__"):  # set by the import system
+        if isinstance(value, ModuleType) or name.startswith("__"):  # Python's import system sets these on the alias
             vars(self)[name] = value
         else:
             setattr(vars(self)["_raysgd_target"], name, value)

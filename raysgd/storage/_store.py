@@ -246,7 +246,7 @@ class StoreFolder(Folder):
 
         def content() -> Iterator[bytes]:
             nonlocal checksum
-            checksum = _transfers.new_checksum()  # each attempt reads the file from its beginning
+            checksum = _transfers.new_checksum()  # start over, because each attempt reads the file from its beginning
             for piece in _transfers.pieces(file):
                 checksum.update(piece)
                 yield piece

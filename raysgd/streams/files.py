@@ -72,7 +72,7 @@ class StreamFile(NamedTuple):
                 content.seek(max(0, size - _NUM_BYTES))
                 return f"{size} {blake2b(begin + content.read(_NUM_BYTES), digest_size=8).hexdigest()}"
         except (FileNotFoundError, IsADirectoryError, PermissionError):
-            return ""  # reading the file will raise the error
+            return ""  # the error will be raised when the file is read
 
 
 class FileStream(Stream):
@@ -134,7 +134,8 @@ class FileStream(Stream):
     def _found(self, path: str) -> list[StreamFile]:
         parent, name = _divided(path)
         is_pattern = any(each in name for each in "*?[")
-        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # Spark writes `x.parquet/`
+        # A folder may have the ending of a file: Spark writes folders `x.parquet/`.
+        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):
             return [StreamFile(open_folder(parent, argument="paths"), name)]
         if not is_pattern and is_local(path) and os.path.isfile(path):
             known = " or ".join(map(repr, self.endings))

@@ -227,7 +227,7 @@ class GlobalReader:
         self._is_over = False
         self._has_rows, self._last_batch = False, None
         self._ordered: deque[_GlobalBatch] = deque()
-        self._num_orders = 0  # orders that the loader has not answered yet
+        self._num_orders = 0  # number of requests that the loader has not answered yet
         self._made: deque[MadeBatches] = deque()
 
     def __iter__(self) -> Iterator[StreamBatch]:
@@ -244,7 +244,7 @@ class GlobalReader:
                 if not self._ordered:
                     return
                 whole, made = self._ordered.popleft(), self._next_made()
-                if whole.num_seen:  # the all-reduce runs while the worker trains
+                if whole.num_seen:  # start the all-reduce now, so that it runs while the worker trains
                     self._ends.see(whole.counts, whole.num_seen, made.found)
                 if whole.ends_pass and self._stream.skips:  # the final position must count all skipped rows
                     self._ends.hear()

@@ -54,7 +54,7 @@ def numbered_rows(
             for row in rows:
                 number, num_tries = number + 1, 0
                 if number == said:
-                    number += sum(1 for _ in rows)  # adds 0 unless the shard has changed
+                    number += sum(1 for _ in rows)  # count excess rows; there are none unless the shard has changed
                     if number > said:
                         break
                 yield number - 1, row
@@ -205,7 +205,7 @@ class _Reading:
             return
         waiting.append(row)
         if len(waiting) > self._num_kept:
-            del self._waiting[first]  # the lane is too far behind; stop buffering for it
+            del self._waiting[first]  # the lane is too far behind, so stop buffering rows for it
 
 
 LaneRow: TypeAlias = tuple[int, int, Any]

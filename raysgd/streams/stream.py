@@ -15,7 +15,7 @@ from raysgd.core.numbers.seeds import digest
 from raysgd.exceptions import StreamError
 
 logger = logging.getLogger(__name__)
-_MOST_WARNINGS = 10  # per process
+_MOST_WARNINGS = 10  # maximum number of warnings about skipped rows per process
 
 
 class Shard(NamedTuple):

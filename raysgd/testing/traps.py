@@ -85,7 +85,7 @@ class Trap:
         hosted.loop.stream = lambda *args, **options: watched(original(*args, **options))
 
 
-_traps: list[Trap] = []  # all traps of this process
+_traps: list[Trap] = []  # all traps that were set in this process
 
 
 def _set(replica: Any, trap: Trap) -> str | None:

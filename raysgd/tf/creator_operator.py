@@ -192,7 +192,7 @@ class CreatorOperator(TrainingOperator):
         """
         for callback in callbacks:
             if "BackupAndRestore" in registration.class_names(callback):
-                continue  # starting it would restore its last backup
+                continue  # starting this callback would overwrite the model with its last backup
             if "CSVLogger" in registration.class_names(callback):
                 callback.append = True  # continue the file of the previous rank 0
             callback.on_train_begin()
@@ -220,7 +220,7 @@ class CreatorOperator(TrainingOperator):
         if data and ((epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency):
             results = model.evaluate(data["validation_data"], callbacks=callbacks, verbose=0, return_dict=True)
             logs |= {f"val_{name}": value for name, value in results.items()}
-        model.history.on_train_begin()  # creates its list of epochs
+        model.history.on_train_begin()  # initializes the history, which `on_epoch_end` appends to
         callbacks.on_epoch_end(epoch, logs)
 
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:

@@ -251,7 +251,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
 
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-        if self._trains_with_fit and reduce_results:  # the metrics are already merged, and equal on all ranks
+        if self._trains_with_fit and reduce_results:  # workers have merged the metrics, so they are equal on all ranks
             return merged(answers[:1], reduce_results=False)[0]
         return super()._merged(answers, reduce_results)
 

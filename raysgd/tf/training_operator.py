@@ -110,7 +110,7 @@ class TrainingOperator(BaseOperator):
             `train_<name>` for each registered Keras metric.
         """
         internals = self._raysgd
-        internals.forget_stale_steps()  # an overriding method may have just changed the objects
+        internals.forget_stale_steps()  # a user's override may have changed models or optimizers before calling this
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
         meters = internals.take_meters()
         if not meters.num_batches:
@@ -353,7 +353,7 @@ class TrainingOperator(BaseOperator):
         step = internals.context.synchronizer.step
         info = {"batch_idx": 0, "global_step": 0, "warm_up": True, **internals.info_of_call(None, 0)}
         internals.train_function = internals.compiled(self.train_step)  # training reuses the compiled step
-        for number in (1, 2):  # with a second size, TensorFlow traces the step for arbitrary sizes
+        for number in (1, 2):  # on seeing a second batch size, TensorFlow traces the step for arbitrary batch sizes
             step.num_samples = number
             batch = zeros(internals.data.train_dataset.element_spec, number)
             bind_batch_info(self.train_batch)(batch, info)

@@ -171,7 +171,7 @@ class Population:
                 raise ValueError(f"`metric={self._metric!r}` is not in the result, which has {sorted(result)}.")
         except Exception as error:  # user code; the note below says which member raised the error
             logger.error("member %s failed: %r", member.index, error)
-            if hasattr(error, "add_note"):  # from Python 3.11 on
+            if hasattr(error, "add_note"):  # exists from Python 3.11 on
                 error.add_note(
                     f"It was raised by member {member.index} of the population, with {masked(member.config)}."
                 )
@@ -371,7 +371,7 @@ def is_drawn(source: Any) -> bool:
 
 
 def _takes_seed(source: Any) -> bool:
-    return hasattr(source, "get_sampler")  # a domain of Ray Tune
+    return hasattr(source, "get_sampler")  # true for Ray Tune's domains
 
 
 def _neighbor(value: Any, choices: list[Any] | tuple[Any, ...], random: Random) -> Any:

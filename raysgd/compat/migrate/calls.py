@@ -185,7 +185,10 @@ _ENDINGS = (".keras", ".h5")
 def methods_to_change(
     node: cst.ClassDef, names_of: Callable[[cst.BaseExpression], set[str]]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """Yield operator constructors that raysgd cannot call, and outdated trial methods, each with advice."""
+    """Yield the methods of a class that a person must change, each with advice.
+
+    These are constructors of operators that raysgd cannot call, and methods of Ray Tune trainables with former names.
+    """
     bases = {name for base in node.bases for name in names_of(base.value)}
     for method in node.body.body:
         if not isinstance(method, cst.FunctionDef):
@@ -277,7 +280,7 @@ class Calls:
             function = "os.path.expanduser({})" if text.startswith("~") else function
         elif (isinstance(value, cst.Call) and self._names_of(value.func) & _ABSOLUTE) or _is_none(value):
             return arg
-        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # its value may be None
+        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # the variable's value may be None
             function = "{} and os.path.abspath(os.path.expanduser({}))"
         else:
             function = "os.path.abspath(os.path.expanduser({}))"

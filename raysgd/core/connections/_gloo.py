@@ -151,7 +151,7 @@ class OpenSocket:
     def shut(self) -> None:
         """Shut down the socket in both directions. Do nothing if it is already closed."""
         with suppress(OSError):  # the socket may be closed already
-            duplicate = os.dup(self.number)  # no other thread can close the duplicate
+            duplicate = os.dup(self.number)  # use a duplicate, because another thread may close the original meanwhile
             try:
                 if _identity(duplicate) == self.identity:
                     _shut(duplicate)

@@ -24,7 +24,7 @@ INSTALL_COMMAND = "python -m raysgd.horovod.install"
 _POLL_S = 0.01
 _REQUEST_TIMEOUT_S = 60
 _SCOPE = "raysgd"  # scope of our keys on the rendezvous server, separate from Horovod's scopes
-_LONGEST_STALL_WARNING_S = 60  # Horovod's default
+_LONGEST_STALL_WARNING_S = 60  # Horovod's default for the seconds after which it warns about a stalled collective
 
 # Parts of the messages, in lower case, of errors that Horovod raises if ranks disagree about a collective, which is a
 # bug in the user's program. Any other error in a collective means that the group is broken.
@@ -260,7 +260,7 @@ def _interface_towards(address: str) -> str | None:
     """Return the network interface through which this machine reaches `address`, or None if unknown."""
     import psutil
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
         try:
             probe.connect((address, 9))
         except OSError:

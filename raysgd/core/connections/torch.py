@@ -447,7 +447,7 @@ def end_process_group() -> None:
     time.sleep(_SETTLE_S)
     try:
         dist.destroy_process_group()
-    except RuntimeError as error:  # raised if the group is broken
+    except RuntimeError as error:  # PyTorch raises this if the group is broken
         logger.debug("leaving a broken group: %s", error)
 
 

@@ -52,7 +52,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         ValueError: `state` contains an object that cannot be stored. The message gives its location in `state`.
         OSError: The file could not be written. `path` is unchanged.
     """
-    from raysgd.storage import files  # a lazy import, because workers only read
+    from raysgd.storage import files  # imported here, because workers only read files and do not need it
 
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     check_depth(state, "`state`")

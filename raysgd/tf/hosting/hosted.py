@@ -338,7 +338,7 @@ class OperatorLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._synchronizer = synchronizer
-        self._num_exchanges = 0  # number of all-reduces at the last step boundary
+        self._num_exchanges = 0  # number of completed all-reduces when the last step ended
 
     @property
     def place(self) -> TFStep:

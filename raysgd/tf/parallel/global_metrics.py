@@ -35,7 +35,7 @@ class GlobalMetrics:
         self._is_merging = False
         self._last: Any = None  # variable: number of samples in a Keras loop's last batch, and 1 if in evaluation
         self._returned: dict[bool, dict[str, Any]] = {}  # by `is_test`: variables with the last returned numbers
-        self._batches: dict[bool, list[Array]] = {}  # by `is_test`: each batch's size, and the mean metrics after it
+        self._batches: dict[bool, list[Array]] = {}  # by `is_test`: sizes of batches, and the mean metrics after each
 
     def note_batch(self, count: Any) -> None:
         """Record the number of samples in the batch of the step being traced."""
@@ -83,7 +83,7 @@ class GlobalMetrics:
         if group.size == 1 or not means or (is_test and not self._evaluates_together()):
             return
         own = np.zeros([int(group.largest(float(len(batches)))), 1 + 2 * len(means)])
-        if batches:  # align at the end, because a rank that stepped in later has only the last batches
+        if batches:  # align the ranks' batches at the end, because a rank that joined later has only the last batches
             own[-len(batches) :] = np.diff(batches, axis=0, prepend=0.0)
             own[-len(batches) :, 0] = [each[0] for each in batches]
         numbers, totals, counts = own[:, :1], own[:, 1::2], own[:, 2::2]
@@ -201,7 +201,7 @@ def share_first(group: Group, variables: Sequence[Any]) -> None:
         return
     for variable in variables:
         array = np.array(variable.numpy())
-        if array.dtype.hasobject:  # strings
+        if array.dtype.hasobject:  # variables with strings are not broadcast
             continue
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         group.from_first(flat)
