@@ -39,8 +39,8 @@ class DictContent:
     """Checkpoint content held as a dict.
 
     Args:
-        data: The dict, or a `ray.ObjectRef` to a dict in Ray's object store, fetched on each use.
-        metadata: The user's metadata.
+        data: The content, or a `ray.ObjectRef` to it in Ray's object store. It is fetched on each use.
+        metadata: The checkpoint's metadata, which users set with `Checkpoint.set_metadata`.
     """
 
     def __init__(self, data: Any, metadata: Mapping[str, Any] | None = None) -> None:

@@ -131,7 +131,7 @@ class TrialFolder:
     def next_index(self) -> int:
         """The number for the next checkpoint.
 
-        It is higher than that of every existing checkpoint, even if incomplete.
+        It is higher than the numbers of all existing checkpoints, including incomplete checkpoints.
         """
         present = [] if self.is_new else checkpoints_in(self.trial.names())
         return 1 + max((checkpoint_index(name) or 0 for name in present), default=-1)

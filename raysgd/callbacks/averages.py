@@ -62,9 +62,9 @@ class AveragedWeights(WorkerCallback):
 
     @contextmanager
     def swap(self, trainer: Any) -> Iterator[None]:
-        """Load the averaged weights into all workers inside the block, for validation, prediction or saving.
+        """Use the averaged weights in all workers inside the block, for validation, prediction or saving.
 
-        Do not train in the block.
+        Afterwards, the trained weights are restored. Do not train in the block.
 
         Raises:
             RuntimeError: No weights have been averaged yet.

@@ -372,7 +372,10 @@ class RunCallbacks(Dispatcher):
 
     @property
     def replaced_loggers(self) -> frozenset[str]:
-        """Names of Ray Tune's default loggers that the user passed."""
+        """Names of Ray Tune's default loggers among the user's callbacks.
+
+        They replace raysgd's writers of these files.
+        """
         return frozenset(name for callback in self.callbacks for name in _default_loggers(callback))
 
     @property

@@ -251,7 +251,7 @@ class _NotConnectedError(Exception):
 
 @contextmanager
 def connected(address: str | None) -> Iterator[CheckResult]:
-    """Connect to the cluster for the block. An existing connection is reused and stays open.
+    """Connect to a Ray cluster inside the block, and yield this check's result. An existing connection stays open.
 
     Raises:
         _NotConnectedError: The connection failed.

@@ -27,10 +27,10 @@ def send_itself(number: int) -> None:
 
 @dataclass
 class Trap:
-    """Calls a function when a process reaches a trigger point.
+    """Causes a fault when a process reaches a trigger point, such as its next training step.
 
     Attributes:
-        act: The function to call. It causes the fault.
+        act: Function that causes the fault.
         place: The trigger point: "step", "validate", "snapshot" or "continue".
         num_before: Number of times that the process reaches the trigger point before the trap acts.
         once: Whether to act only once.
@@ -46,7 +46,10 @@ class Trap:
     is_armed: bool = True
 
     def spring(self) -> None:
-        """Call `act` if the trap is armed and the trigger point has been skipped `num_before` times."""
+        """Called whenever the process reaches the trigger point.
+
+        Call `act`, except for the first `num_before` times.
+        """
         if not self.is_armed:
             return
         if self.num_before > 0:

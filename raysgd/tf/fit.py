@@ -227,7 +227,7 @@ def _plain(value: Any) -> Any:
 def tracker(
     stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
 ) -> Any:
-    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. It must come last.
+    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. It must be the last one.
 
     If a `fit` is resumed, the callback also sets the learning rate to `rates`. The user's callbacks on a new worker
     have missed earlier epochs and may have changed the rate.
@@ -272,7 +272,7 @@ def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: in
 
 
 def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
-    """Return a callback that calls `merge` once at the end of each epoch. It must come first.
+    """Return a callback that calls `merge` once at the end of each epoch. It must be the first callback.
 
     `merge` merges the ranks' statistics, such as BatchNorm's. It must run before the epoch's validation, for which this
     callback enters `evaluating`, and before the user's callbacks, which may run evaluations themselves.
@@ -302,7 +302,10 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
 
 
 def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
-    """Return a callback that stops all ranks after a step if `model.stop_training` is set on any. It must come last."""
+    """Return a callback that stops all ranks after a step if any rank has set `model.stop_training`.
+
+    It must be the last callback.
+    """
 
     def end_batch(batch: int, logs: Any = None) -> None:
         model.stop_training = is_anyone(bool(model.stop_training))

@@ -163,7 +163,7 @@ class ResultGrid:
     """The results of a sweep, one per trial.
 
     Args:
-        grid: The result grid of Ray's `Tuner`.
+        grid: The `ResultGrid` that Ray's `Tuner` returned.
 
     Examples:
         >>> for result in tuner.fit():  # doctest: +SKIP
@@ -192,8 +192,9 @@ class ResultGrid:
         """Return the result of the best trial.
 
         Args:
-            metric: The metric. Default: the metric of the `TuneConfig`.
-            mode: "min" or "max". Default: the mode of the `TuneConfig`.
+            metric: Name of the metric that ranks the trials. Default: the metric of the `TuneConfig`.
+            mode: "min" or "max": whether the lowest or the highest value is best. Default: the mode of the
+            `TuneConfig`.
             scope: Which of a trial's reports count: "last" for the last report, "all" for the best report, "avg" for
                 the mean of all reports.
             filter_nan_and_inf: True to ignore values that are NaN or infinite.
@@ -347,7 +348,7 @@ class CallsInTrials:
     """Calls a separate copy of a sweep's raysgd callbacks for each trial. Ray Tune calls the hooks of this object.
 
     Args:
-        callbacks: The callbacks, which are copied for each trial and called in this order.
+        callbacks: The user's raysgd callbacks, which are copied for each trial and called in this order.
 
     Raises:
         ValueError: Two callbacks write to the same file.

@@ -184,7 +184,7 @@ def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent:
 
 
 def name_of(arg: cst.Arg) -> str | None:
-    """Return the keyword of an argument, or None."""
+    """Return the keyword of an argument, or None for a positional argument."""
     return arg.keyword.value if arg.keyword is not None else None
 
 

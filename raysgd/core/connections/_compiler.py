@@ -55,7 +55,7 @@ def defer_compiler() -> None:
 
 
 class _DeferredImport(MetaPathFinder, Loader):
-    """Import hook that loads the compiler on demand, and before any of its submodules.
+    """Import hook for `torch._dynamo`, the compiler. It imports the real module on demand, before any submodule.
 
     Attributes:
         module: The real module, or None until it is imported.

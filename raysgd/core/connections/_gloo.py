@@ -65,7 +65,7 @@ class GlooConnections:
         board: Board with the addresses at which ranks listen, written by gloo or encoded by `as_written`.
 
     Attributes:
-        found: The sockets of this rank, or None before `look`.
+        found: The sockets of this rank, or None until `look` is called.
     """
 
     def __init__(self, board: Board) -> None:
@@ -116,7 +116,7 @@ def _packed(host: str) -> bytes:
 
 
 def _ports(value: bytes, host: bytes) -> Iterator[int]:
-    """Yield the port that precedes each occurrence of `host`."""
+    """Yield the port that precedes each occurrence of `host`, an encoded address, in a value that gloo wrote."""
     at = value.find(host, 2)
     while at >= 0:
         yield int.from_bytes(value[at - 2 : at], "big")

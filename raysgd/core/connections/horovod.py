@@ -23,7 +23,7 @@ INSTALL_COMMAND = "python -m raysgd.horovod.install"
 
 _POLL_S = 0.01
 _REQUEST_TIMEOUT_S = 60
-_SCOPE = "raysgd"  # scope of our keys on the rendezvous server, separate from Horovod's scopes
+_SCOPE = "raysgd"  # namespace for raysgd's keys on Horovod's rendezvous server
 _LONGEST_STALL_WARNING_S = 60  # Horovod's default for the seconds after which it warns about a stalled collective
 
 # Parts of the messages, in lower case, of errors that Horovod raises if ranks disagree about a collective, which is a
@@ -201,7 +201,7 @@ def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     cross size is the number of these ranks.
 
     Args:
-        places: Node rank and local rank of each rank.
+        places: For each rank, its node rank and its local rank.
     """
     answer = []
     for node_rank, local_rank in places:
@@ -303,12 +303,12 @@ def _start_server(host: str) -> tuple[int, Callable[[], None]]:
 
 
 def _put(rendezvous: Rendezvous, key: str, value: Any) -> None:
-    """Store a value on the rendezvous server, in our scope."""
+    """Store a value on the rendezvous server, in raysgd's namespace."""
     _request(rendezvous, "PUT", key, json.dumps(value))
 
 
 def _get(rendezvous: Rendezvous, key: str) -> Any:
-    """Return a value in our scope on the rendezvous server, or None if the key is not set yet."""
+    """Return a value in raysgd's namespace on the rendezvous server, or None if the key is not set yet."""
     status, body = _request(rendezvous, "GET", key)
     return json.loads(body) if status == http.HTTPStatus.OK else None
 

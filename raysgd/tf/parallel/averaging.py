@@ -51,7 +51,7 @@ class ExchangeRecord:
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:
-        """Reset the call's measurements."""
+        """Reset the measurements. Call this at the start of a training call."""
         self.own_s, self._num_samples = 0.0, 0.0
 
     @contextmanager

@@ -45,7 +45,7 @@ class BoardMessage(NamedTuple):
 
 
 def taken_from(received: bytearray) -> list[BoardMessage]:
-    """Remove and decode all complete messages at the start of the buffer."""
+    """Remove all complete messages from the start of a buffer of received bytes, and return them decoded."""
     found, start, num_received = [], 0, len(received)
     while num_received - start >= _HEAD.size:
         source, length, num_bytes = _HEAD.unpack_from(received, start)
@@ -144,7 +144,7 @@ def next_of_all(rank: int, source: int, size: int) -> list[int]:
 
 
 class BoardTimeout(MeshBroken):
-    """No rank wrote the value in time."""
+    """No rank wrote the awaited value to the board in time."""
 
 
 class Board:
@@ -194,7 +194,7 @@ class Board:
                 raise MeshBroken(f"{what}: {self._broken_by}")
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value of a key. Wait for the value and raise like `wait`."""
+        """Return the value of a key. Wait for it if necessary. Raises the same errors as `wait`."""
         self.wait([key], timeout_s)
         return self._values[key]
 
@@ -255,7 +255,10 @@ class Board:
             raise ends[0]
 
     def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
-        """Handle a neighbor's poll events: send and receive without blocking. Return the complete messages."""
+        """Send to and receive from a neighbor without blocking, as its poll events allow.
+
+        Return the complete messages.
+        """
         if events & select.POLLOUT:
             link.send_rest()
             self._poll.modify(link.connection, _events(link))
