@@ -75,11 +75,11 @@ class DictContent:
             (target / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
 
     def metadata(self) -> dict[str, Any]:
-        """Return the user's metadata."""
+        """Return the checkpoint's metadata, which users set."""
         return dict(self._metadata)
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the metadata."""
+        """Replace the checkpoint's metadata."""
         self._metadata = dict(metadata)
 
     def portable(self) -> DictContent:

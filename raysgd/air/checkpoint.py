@@ -120,7 +120,7 @@ class Checkpoint:
         return cls(data_dict=content if isinstance(content, dict) else {_BYTES_KEY: content})
 
     def to_bytes(self) -> bytes:
-        """Return the pickled content."""
+        """Return the content, pickled. `from_bytes` reads it."""
         import cloudpickle
 
         content = self.to_dict()

@@ -266,7 +266,7 @@ class FitTrialView:
 
     @property
     def has_reported_at_least_once(self) -> bool:
-        """True if there was at least one report."""
+        """True if the training function has reported at least once."""
         return "training_iteration" in self.last_result
 
     @property

@@ -227,7 +227,7 @@ class CallbackCalls(Dispatcher):
         self.on(hook, self._run, *args)
 
     def wants(self, hook: str) -> bool:
-        """Return True if a callback overrides a hook."""
+        """Return True if any of the callbacks overrides this hook."""
         return any(overrides(each, hook) for each in self.callbacks)
 
     def progress(self, progress: CallProgress) -> None:

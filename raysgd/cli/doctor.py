@@ -246,7 +246,7 @@ def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
 
 
 class _NotConnectedError(Exception):
-    """The cluster could not be reached."""
+    """The connection to the Ray cluster failed."""
 
 
 @contextmanager

@@ -16,7 +16,7 @@ _GLOBAL_BATCH = 4
 
 
 class LineOperator(TrainingOperator):
-    """Fits a line to eight points."""
+    """Operator of the self test. It fits a line to eight points."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = torch.nn.Linear(1, 1)

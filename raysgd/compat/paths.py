@@ -648,12 +648,12 @@ def table(group: Group) -> list[tuple[str, str, str]]:
 
 
 def gone() -> dict[str, str]:
-    """Return the names without a successor, each with the reason."""
+    """Return the old names without a successor in raysgd, each with the reason."""
     return dict(_GONE)
 
 
 def renamed() -> dict[str, str]:
-    """Return the renamed names, each with its current name."""
+    """Return the old names that were renamed, each with its current name."""
     return {**_RENAMED, **_RENAMED_TRAIN}
 
 

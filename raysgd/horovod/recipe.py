@@ -21,7 +21,7 @@ class Mend:
     Attributes:
         path: The file in the source package.
         old: The text to replace. It must occur exactly once.
-        new: The replacement.
+        new: The text that replaces `old`.
         reason: Why the patch is needed.
     """
 

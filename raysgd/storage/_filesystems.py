@@ -90,7 +90,7 @@ def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
     """Return the `pyarrow.fs.FileSystem` for a URI and the path in it. Results are cached to reuse connections.
 
     Args:
-        uri: The URI.
+        uri: URI of a folder or file in the store.
         limit_s: Seconds after which an operation should fail if the store does not answer. Ignored if the file system
             has no such setting.
 

@@ -39,7 +39,7 @@ def numbered_rows(
 
     Args:
         open_shard: Opens a shard at a row, like `Stream.open`.
-        shard: The shard.
+        shard: The shard to read.
         start: Number of the first row.
         skips: Whether to skip unreadable rows. After several consecutive unreadable rows, the rest of the shard is
             skipped.
@@ -173,7 +173,7 @@ class _Reading:
         self._next = start
 
     def is_needed(self, number: int) -> bool:
-        """Return True if rows are buffered for the lane of this row."""
+        """Return True if the row belongs to a lane for which rows are buffered."""
         return number % self._step in self._waiting
 
     def has(self, first: int, at: int) -> bool:

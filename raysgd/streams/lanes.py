@@ -99,7 +99,7 @@ class Lanes:
 
     @cached_property
     def all_parts(self) -> list[list[LanePart]]:
-        """The parts of each lane."""
+        """The parts of all lanes, by lane."""
         return [self.parts(lane) for lane in range(self.num_lanes)]
 
     def lengths(self, of_shards: Sequence[int]) -> list[int]:
@@ -110,7 +110,7 @@ class Lanes:
         """Return a lane's position after `count` rows. Requires that all shard lengths are known.
 
         Args:
-            lane: The lane.
+            lane: Index of the lane.
             count: Number of rows used from the lane.
             of_shards: Lengths of the shards.
             block: Number of rows that are shuffled together. A position consists of the start of a block and a number
@@ -218,7 +218,7 @@ class LaneSlice(NamedTuple):
     """Consecutive rows of one lane in a global batch.
 
     Attributes:
-        lane: The lane.
+        lane: Index of the lane.
         start: First row, counted from the lane's first row in this global batch.
         stop: End of the rows (exclusive).
     """

@@ -46,10 +46,7 @@ class Trap:
     is_armed: bool = True
 
     def spring(self) -> None:
-        """Called whenever the process reaches the trigger point.
-
-        Call `act`, except for the first `num_before` times.
-        """
+        """React to the trigger point. If the trap is armed, call `act`, except for the first `num_before` times."""
         if not self.is_armed:
             return
         if self.num_before > 0:

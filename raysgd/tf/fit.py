@@ -137,7 +137,7 @@ class FitStream:
             self.place = replace(self.place, is_over=True)
 
     def end(self) -> None:
-        """End the call. The next call starts a new `fit`."""
+        """Forget the position at the end of a training call, so that the next call starts a new `fit`."""
         self._close()
         self.has_begun = False
         if self.place is not None:
@@ -150,7 +150,7 @@ class FitStream:
         self._close()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Resume at the position of another rank or of a snapshot."""
+        """Set the position from another rank's state or a snapshot. The next `begin_fit` resumes there."""
         self._close()
         self.measures = False
         self.place, self.logs = (FitPlace(**state) if "epoch" in state else None), state["logs"]

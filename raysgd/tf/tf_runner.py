@@ -20,7 +20,7 @@ from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TFRunner(ClassRunner):
-    """Hosts a user's operator in a worker."""
+    """Runs a user's TensorFlow operator in a worker. Its methods are the calls that the driver makes."""
 
     _hosted: TFHostedOperator
 

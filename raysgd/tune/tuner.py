@@ -240,7 +240,7 @@ class ResultGrid:
         return int(self._grid.num_terminated)
 
     def __repr__(self) -> str:
-        """Return a representation of all results."""
+        """Return a string that shows all results."""
         return f"ResultGrid({list(self)!r})"
 
 

@@ -326,7 +326,7 @@ class Calls:
         return arguments.replaced(first, operator).without([*taken[1:], *own])
 
     def _with_batch_size(self, arguments: Arguments) -> Arguments:
-        """Move the batch size into the config."""
+        """Replace the argument `batch_size` with an entry in the config."""
         size = arguments.named("batch_size")
         if size is None:
             return arguments
@@ -404,7 +404,7 @@ def _with_dict(call: cst.Call) -> cst.Call:
 
 
 def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cst.Dict:
-    """Return the config with an additional entry."""
+    """Return the expression for a trainer's config, with an additional entry."""
     if config is None or _is_none(config):
         return cst.Dict([entry])
     if isinstance(config, cst.Dict):

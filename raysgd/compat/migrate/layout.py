@@ -69,7 +69,7 @@ class Argument:
         return replace(self, after=line)
 
     def below(self, comments: Sequence[str], indent: str) -> Argument:
-        """Return the argument with more comments above it."""
+        """Return the argument with additional comments on the lines above it."""
         if not comments:
             return self
         lines = [_line(text, indent) for text in comments]
@@ -135,7 +135,7 @@ class Arguments:
         return replace(self, each=[new if each is old else each for each in self.each])
 
     def in_call(self, call: cst.Call) -> cst.Call:
-        """Return the call with these arguments."""
+        """Return a copy of `call` with these arguments."""
         start = self._gap(self.start, self.each[0].before, self.indent)
         return call.with_changes(args=list(self._joined()), whitespace_before_args=start)
 

@@ -61,11 +61,14 @@ class Passes:
         self.is_shuffled = datasets.is_shuffled(dataset)
 
     def begin_pass(self) -> None:
-        """Count a new pass."""
+        """Record that a pass over the dataset has started."""
         self.num_begun += 1
 
     def can_repeat(self) -> bool:
-        """Return True if a pass can be repeated in the same order."""
+        """Return True if this process can repeat a pass in the same order.
+
+        For a shuffled dataset, this makes a copy.
+        """
         if self.is_shuffled and self._copy is None:
             self._copy = datasets.unused_copy(self._original)
         return not self.is_shuffled or self._copy is not None

@@ -91,7 +91,7 @@ class TFFeed(feed.DataFeed):
 
     @property
     def train_passes(self) -> Passes:
-        """The passes over the training dataset."""
+        """The training dataset, with the number of passes over it so far."""
         return self._passes_of("train")
 
     def _passes_of(self, name: str) -> Passes:

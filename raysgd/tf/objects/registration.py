@@ -87,7 +87,7 @@ def class_names(keras_object: Any) -> set[str]:
 
 
 def steps_per_execution(model: Any) -> int:
-    """Return a compiled model's `steps_per_execution`."""
+    """Return a compiled model's `steps_per_execution`, the number of steps that Keras runs in one graph call."""
     if is_legacy(model):
         require_names(model, "_steps_per_execution")
         return int(model._steps_per_execution.numpy())
@@ -208,7 +208,7 @@ def trace_train_step(model: Any, element_spec: Any) -> None:
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Create an optimizer's slots."""
+    """Create an optimizer's variables for these model variables, such as momentums."""
     if hasattr(optimizer, "build"):
         if not getattr(optimizer, "built", False) or is_legacy(optimizer):
             optimizer.build(list(variables))

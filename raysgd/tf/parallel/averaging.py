@@ -132,7 +132,7 @@ class GradientLayout:
         self._buffers = HostBuffers()
 
     def free_buffer(self) -> Array:
-        """Return a buffer that nothing references."""
+        """Return a buffer that is not in use. Create it if necessary."""
         return self._buffers.take_buffer(self._num_numbers * self._dtype.itemsize).view(self._dtype)
 
     def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:

@@ -44,7 +44,7 @@ class GlobalMetrics:
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """Record the numbers that the user's step returned."""
+        """Record the numbers that the user's own `train_step` or `test_step` returned."""
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -106,7 +106,7 @@ class GlobalMetrics:
             self._is_merging = False
 
     def results_of(self, model: Any) -> Any:
-        """Return a replacement for a model's `get_metrics_result`."""
+        """Return a replacement for a model's `get_metrics_result`. It returns results over all ranks; see the class."""
         inner = model.get_metrics_result
 
         def get_metrics_result() -> Any:

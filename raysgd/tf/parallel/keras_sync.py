@@ -120,7 +120,7 @@ class Synchronizer:
             )
 
     def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for a Keras 3 optimizer's `apply`."""
+        """Return a replacement for a Keras 3 optimizer's `apply`, which averages gradients first."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             import tensorflow as tf
@@ -138,7 +138,7 @@ class Synchronizer:
         return apply
 
     def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for a tf_keras optimizer's `apply_gradients`."""
+        """Return a replacement for a tf_keras optimizer's `apply_gradients`, which averages gradients first."""
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)

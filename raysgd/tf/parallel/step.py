@@ -39,7 +39,7 @@ class TFStep:
     _is_last_waiting: bool = False
 
     def begin_batch(self, num_samples: int, num_global: int, weights: tuple[float, float]) -> None:
-        """Start the step of a batch that is about to be yielded."""
+        """Start a step. Call this before the step's batch is yielded to user code."""
         self.num_samples, self.num_global, self.weights = num_samples, num_global, weights
         if self._exchanged:
             self.usual, self._exchanged = self._exchanged, []
@@ -52,7 +52,7 @@ class TFStep:
             self.num_samples = None
 
     def end_stream(self) -> None:
-        """Do nothing at the end of the batches."""
+        """Do nothing: when the batches are exhausted, no step is left incomplete."""
 
     def forget(self) -> None:
         """Forget the current batches at the end of a call.

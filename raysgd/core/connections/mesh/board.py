@@ -78,7 +78,7 @@ class _Link:
         self._is_cut = False
 
     def send(self, data: bytes) -> None:
-        """Send as much as the socket accepts now, and buffer the rest."""
+        """Send data without blocking. Bytes that the socket does not accept now are buffered."""
         with self._sending:
             if self._unsent and not self._is_cut:
                 self._unsent += data
@@ -87,7 +87,7 @@ class _Link:
                 self._wake()
 
     def send_rest(self) -> None:
-        """Send as much of the buffered rest as the socket accepts now."""
+        """Send as many of the buffered bytes as the socket accepts now."""
         with self._sending:
             del self._unsent[: self._num_sent(self._unsent)]
 
@@ -99,7 +99,7 @@ class _Link:
 
     @property
     def has_rest(self) -> bool:
-        """True if bytes are left to send."""
+        """True if buffered bytes are left to send."""
         return bool(self._unsent)
 
     def receive(self) -> list[BoardMessage]:
@@ -123,7 +123,7 @@ class _Link:
 
 
 def others(rank: int, size: int) -> set[int]:
-    """Return all ranks except `rank`."""
+    """Return all ranks of a group of `size` ranks except `rank`."""
     return set(range(size)) - {rank}
 
 
@@ -178,7 +178,7 @@ class Board:
         """Wait until all keys have values.
 
         Raises:
-            BoardTimeout: The timeout expired.
+            BoardTimeout: A key still has no value after `timeout_s` seconds.
             MeshBroken: A rank that might write one of the keys is gone.
         """
         if self.has(keys):

@@ -35,7 +35,7 @@ class MeshBroken(ConnectionError):
 
 
 class NotAligned(ValueError):
-    """Another rank is at a different collective."""
+    """Another rank is at a different collective, so the ranks do not make the same swaps in the same order."""
 
 
 class Mesh:
@@ -158,7 +158,7 @@ def _go_on(tasks: dict[int, _TaskT]) -> bool:
 
 
 class _Sending:
-    """Sends one message: first the header, then the body."""
+    """Sends one message of a swap to one rank without blocking: first the header, then the body."""
 
     __slots__ = ("_connection", "_parts", "is_done")
 
@@ -179,7 +179,7 @@ class _Sending:
 
 
 class _Receiving:
-    """Receives one message: first the header, then the body."""
+    """Receives one message of a swap from one rank without blocking: first the header, then the body."""
 
     __slots__ = ("_connection", "_head", "_kind", "_parts", "_rank", "is_done")
 

@@ -122,7 +122,7 @@ class RankSums:
         """Sum an array over some ranks, in place. All of these ranks must call this at the same time.
 
         Args:
-            ranks: The participating ranks.
+            ranks: The ranks that take part in the sum.
             flat: One-dimensional array.
             kind: Identifies the type of collective, see `Mesh.swap`.
             is_small: True if a rank may send the array more than twice to save messages.
