@@ -108,7 +108,7 @@ class TrialFolder:
         return self._staging
 
     def expect_little(self) -> None:
-        """Stop retrying writes to the storage, because it has just failed."""
+        """Disable retries for storage operations in these folders. Call this after the storage has failed."""
         self.experiment, self.trial = self.experiment.without_retries(), self.trial.without_retries()
 
     def make(self) -> None:

@@ -299,7 +299,7 @@ class ParallelIterator(_Stages):
         return len(self._shards)
 
     def shards(self) -> list[LocalIterator]:
-        """Return an iterator over each shard, in order of the shards' indices."""
+        """Return a list of iterators, one per shard, in order of the shards' indices."""
         return [self.get_shard(index) for index in range(len(self._shards))]
 
     def get_shard(self, shard_index: int, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:

@@ -347,7 +347,7 @@ class TFRanks:
 
 
 def data_of(stream: Stream, name: str, world: World) -> StreamData:
-    """Read the sizes of a stream's shards. `name` is "train" or "validation"."""
+    """Check a registered stream and read its list of shards. `name` is "train" or "validation"."""
     return stream_data(stream, name, Division, world.size)
 
 

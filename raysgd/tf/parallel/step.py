@@ -52,7 +52,7 @@ class TFStep:
             self.num_samples = None
 
     def end_stream(self) -> None:
-        """Do nothing: when the batches are exhausted, no step is left incomplete."""
+        """Do nothing when the call has no more batches."""
 
     def forget(self) -> None:
         """Forget the current batches at the end of a call.
