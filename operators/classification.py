@@ -51,7 +51,7 @@ class ClassificationOperator(SupervisedOperator):
     Attributes:
         model: The registered model.
         optimizer: The model's optimizer.
-        criterion: The loss function.
+        criterion: The loss function that `build_criterion` returned.
         scheduler: The learning-rate scheduler, if `build_scheduler` returns one.
     """
 

@@ -34,7 +34,8 @@ class GANOperator(TrainingOperator):
     All config keys are optional, and you can add your own:
 
     * `noise_dim`: Length of the noise vector per sample. Default: 64.
-    * `lr`: Learning rate of both networks. Default: 0.0002. `lr_discriminator` and `lr_generator` take precedence.
+    * `lr`: Learning rate of both networks. Default: 0.0002.
+    * `lr_discriminator`, `lr_generator`: Learning rate of one network. Default: `lr`.
     * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
       Default: 32. To set the global batch size in either case, use the key `raysgd.utils.BATCH_SIZE` instead.
     * `seed`: Seeds PyTorch's generators: initial weights, data order and noise.
@@ -86,7 +87,10 @@ class GANOperator(TrainingOperator):
     def build_optimizers(
         self, discriminator: torch.nn.Module, generator: torch.nn.Module, config: dict[str, Any]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Create the discriminator's and the generator's optimizer: Adam with the betas commonly used for GANs."""
+        """Create the discriminator's and the generator's optimizers, in this order.
+
+        Default: Adam with the betas commonly used for GANs.
+        """
         lr = options.number(config, "lr", default=2e-4, positive=True)
         lr_d = options.number(config, "lr_discriminator", default=lr, positive=True)
         lr_g = options.number(config, "lr_generator", default=lr, positive=True)
@@ -109,7 +113,7 @@ class GANOperator(TrainingOperator):
         return self._loss(self.discriminator(real), 1.0) + self._loss(self.discriminator(generated), 0.0)
 
     def generator_loss(self, generated: torch.Tensor) -> torch.Tensor:
-        """Return the generator's loss: high if the discriminator recognizes the samples as generated."""
+        """Return the generator's loss. It is high if the discriminator recognizes the samples as generated."""
         return self._loss(self.discriminator(generated), 1.0)
 
     def score_samples(self, real: torch.Tensor, generated: torch.Tensor) -> dict[str, Any]:
@@ -158,7 +162,7 @@ class GANOperator(TrainingOperator):
         self.model = torch.nn.ModuleList(models)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Update the discriminator, then update the generator against the new discriminator."""
+        """Update the discriminator, then update the generator against the updated discriminator."""
         real = self.real_samples(batch)
         optimizer_d, optimizer_g = self._pair_of_optimizers
         with self.timers.record("generate"), self.autocast():
@@ -198,14 +202,14 @@ class GANOperator(TrainingOperator):
         return loss
 
     def _minimize(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Run backward and step one optimizer. The base class's methods handle mixed precision."""
+        """Run the backward pass and step one optimizer. The base class's methods handle mixed precision."""
         self.backward(loss, optimizer=optimizer)
         self.optimizer_step(optimizer)
 
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Let gradients flow through a model without computing or all-reducing the gradients of its parameters."""
+    """Inside the block, let gradients flow through the model, but compute and all-reduce none for its parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -220,7 +224,8 @@ def _quiet_buffers() -> dict[str, bool]:
     """Return options that stop `DistributedDataParallel` from broadcasting buffers before each forward pass.
 
     The discriminator runs two forward passes before its backward pass. On some devices, the backward pass fails if
-    batch-normalization buffers are overwritten in between. Snapshots contain rank 0's buffers either way.
+    a broadcast overwrites batch-normalization buffers in between. Ranks may therefore hold different buffers during
+    training; snapshots contain rank 0's buffers.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

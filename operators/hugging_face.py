@@ -53,15 +53,15 @@ _RUNGS = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), ""),
     **dict.fromkeys(("max_grad_norm", "fp16", "bf16", "gradient_checkpointing"), ""),
 }
-"""Names from `transformers.TrainingArguments` that are rejected as config keys. A name mapped to a method is accepted
-if the operator overrides that method, because the override may read the key."""
+"""Names from `transformers.TrainingArguments` that are rejected as config keys, and the method (the "rung") that would
+use each name, or "". A name is accepted if the operator overrides its method, because the override may read the key."""
 
 
 class HuggingFaceOperator(SupervisedOperator):
     """Trains a `transformers` model with the model's built-in loss. You provide the model, the data and a collator.
 
-    Override `build_model`, `build_data` and `build_collator`. A batch is a dict of tensors, as `transformers` collators
-    return it, with the targets under `labels`. If the model is a `PeftModel`, its adapter is trained.
+    Override `build_model`, `build_data` and `build_collator`. A batch is a dict of tensors with the targets under
+    `labels`, as `transformers` collators return it. If the model is a `PeftModel`, only its adapter is trained.
 
     The loss of a token-level model is the mean over the labels other than -100. Gradients and metrics are weighted by
     the number of these labels. A step therefore equals a single-process step on the global batch, even if text lengths
@@ -78,7 +78,7 @@ class HuggingFaceOperator(SupervisedOperator):
 
     * `lr`: Learning rate. Default: 0.00005.
     * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class that takes `lr` and `weight_decay`.
-    * `weight_decay`: Weight decay. Default: 0. Vectors and biases do not decay.
+    * `weight_decay`: Weight decay. Default: 0. One-dimensional parameters and biases do not decay.
     * `scheduler`: Name of a schedule for `transformers.get_scheduler`, such as "linear". Set `num_training_steps` too,
       and `num_warmup_steps` if it is not 0. Needs `TorchTrainer(scheduler_step_freq="batch")`.
     * `batch_size`: Samples per step and worker. With `split_batches=True`, samples per step over all workers.
@@ -115,7 +115,7 @@ class HuggingFaceOperator(SupervisedOperator):
     _default_optimizer = "adamw"
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
-        """In mixed precision with a frozen base model, cast the trainable parameters to fp32."""
+        """Cast half-precision trainable parameters to fp32 if training uses mixed precision and some are frozen."""
         parameters = [*model.parameters()]
         if self._raysgd.precision.is_mixed and not all(each.requires_grad for each in parameters):
             for each in parameters:
@@ -186,8 +186,9 @@ class HuggingFaceOperator(SupervisedOperator):
         """Move a batch to the device.
 
         Returns:
-            The batch as the only input, and the labels to compare predictions with. The labels stay on the device where
-            the collator created them, because counting labels on a GPU would force a synchronization.
+            `(inputs, labels)`. The only input is the batch, on the device. The labels, which are compared with the
+            predictions, stay on the device where the collator created them, because counting labels on a GPU would
+            force a synchronization.
 
         Raises:
             TypeError: The batch is not a dict.
@@ -226,7 +227,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 )
             return None
         if target.ndim == 3:
-            if getattr(config, "num_labels", None) == 1:  # the loss averages over all pixels, ignored pixels as 0
+            if getattr(config, "num_labels", None) == 1:  # the loss averages over all pixels; ignored pixels count as 0
                 return None
             ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
         return int(target.ne(ignored).sum())
@@ -239,7 +240,8 @@ class HuggingFaceOperator(SupervisedOperator):
             ValueError: The batch has several label arguments, so the loss is a sum of means over different labels.
         """
         name = type(self._original_models[0]).__name__
-        # Disable the KV cache. Recomputed blocks would fill it twice, and packed texts would attend to each other.
+        # Disable the KV cache. Blocks recomputed by activation checkpointing would fill it twice, and with the cache,
+        # packed texts would attend to each other.
         if self._keeps_cache and (self._recomputes or POSITIONS in features[0]):
             features = ({**features[0], "use_cache": False}, *features[1:])
         labels = [each for each in self._label_names if features[0].get(each) is not None]
@@ -248,7 +250,7 @@ class HuggingFaceOperator(SupervisedOperator):
                 f"`{name}` adds up means over {', '.join(map(repr, labels))}, whose counts differ between workers. "
                 "Override `forward`: return the output, a loss that is a mean over one count, and that count."
             )
-        with _saying_texts(features, AttributeError, TypeError, ValueError):  # connection errors are of other types
+        with _saying_texts(features, AttributeError, TypeError, ValueError):  # connection errors have other types
             output = call(self.model, features)
         loss = own_loss(output)
         if loss is None:
@@ -289,7 +291,7 @@ class HuggingFaceOperator(SupervisedOperator):
 
     @staticmethod
     def load_pretrained(trainer: TorchTrainer, folder: str | Path) -> None:
-        """Load an adapter into all workers. The adapter was saved by this class's or PEFT's `save_pretrained`.
+        """Load an adapter that this class's or PEFT's `save_pretrained` saved, into all workers.
 
         Args:
             trainer: A trainer of a `HuggingFaceOperator` with a `PeftModel`.
@@ -318,7 +320,10 @@ def _says_who_makes_it(operator_cls: type) -> bool:
 
 
 def _adapter_files(operator: HuggingFaceOperator) -> dict[str, bytes] | None:
-    """Return the adapter's files on rank 0. Return None on other ranks, or without an unsharded `PeftModel`."""
+    """Return the adapter's files on rank 0.
+
+    Return None on other ranks, and if the model is sharded or has no adapter.
+    """
     model: Any = operator._raysgd.registered.original_models[0]
     if operator.world_rank or operator._raysgd.parallel.is_sharded or not hasattr(model, "get_base_model"):
         return None
@@ -363,7 +368,12 @@ def _collated(collator: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
 
 @contextmanager
 def _saying_texts(parts: Sequence[Any], *errors: type[Exception]) -> Iterator[None]:
-    """If the block fails and the samples contain strings, raise an error that says so and how to encode them."""
+    """If the block raises one of `errors` and the samples contain strings, raise an error that explains encoding.
+
+    Args:
+        parts: Samples, or a batch's inputs. Only the first is checked for strings.
+        errors: Exception types to explain. Other exceptions pass through.
+    """
     try:
         yield
     except errors as error:
@@ -399,7 +409,10 @@ def _shifts_labels(model: Any) -> bool:
 
 
 def _accuracy(logits: Any, target: torch.Tensor) -> torch.Tensor | None:
-    """Return the fraction of labels with the highest logit. Return None for images, or without one logit per class."""
+    """Return the fraction of labels that the highest logit predicts correctly.
+
+    Return None if there are no logits per class, or if the labels form an image.
+    """
     is_scores = isinstance(logits, torch.Tensor) and logits.ndim == target.ndim + 1 and logits.shape[-1] > 1
     if not is_scores or target.ndim > 2:
         return None

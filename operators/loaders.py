@@ -21,7 +21,7 @@ Collator = Callable[[list[Any]], Any]
 
 
 def make_loaders(data: Any, batch_size: int, collator: Collator | None = None) -> tuple[Any, Any]:
-    """Return a training and a validation loader, or None in place of missing data.
+    """Return the training and the validation loader. Each is None if its data is None.
 
     Datasets are wrapped in a `DataLoader`, which shuffles training data unless the dataset is iterable-style. Loaders,
     streams and other iterables are returned unchanged. This function does not shard the samples; `register_data` does.
@@ -76,10 +76,10 @@ def _is_indexed(value: Any) -> bool:
 
 @contextmanager
 def seeded(seed: int | None, rank: int) -> Iterator[None]:
-    """Seed PyTorch before and after the block. With `seed=None`, do nothing.
+    """Seed PyTorch before and after the block, in which an operator is set up. With `seed=None`, do nothing.
 
-    The block sets up the operator. All ranks run it with the same seed, because they must agree on the data order.
-    Afterwards, each rank is seeded differently for training, so that dropout and noise differ between ranks.
+    All ranks run the block with the same seed, because they must agree on the data order. Afterwards, each rank is
+    seeded differently for training, so that dropout and noise differ between ranks.
     """
     if seed is not None:
         torch.manual_seed(seed)

@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 def pack(samples: Iterable[Mapping[str, Any]], num_tokens: int) -> list[dict[str, list[int]]]:
-    """Join texts into packs of at most `num_tokens` tokens. Texts are never truncated.
+    """Join texts into packs, rows of at most `num_tokens` tokens. Texts are never truncated.
 
     The packing depends only on text lengths, so all workers create the same packs. Texts are placed from longest to
     shortest, each into the fullest pack that still has space for it (best-fit decreasing).
@@ -29,7 +29,7 @@ def pack(samples: Iterable[Mapping[str, Any]], num_tokens: int) -> list[dict[str
         num_tokens: Maximum number of tokens per pack.
 
     Returns:
-        Packs with `input_ids`, `labels` and `position_ids`, for a loader with `collate_packs`.
+        Packs with `input_ids`, `labels` and `position_ids`. Return `collate_packs` from `build_collator` to batch them.
 
     Raises:
         ValueError: A text is empty or longer than a pack, or its numbers of labels and tokens differ.
@@ -77,7 +77,10 @@ def _as_list(values: Any) -> list[int]:
 
 
 def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
-    """Join texts into a pack. The first token of a text has no label, because the text before must not predict it."""
+    """Join texts into a pack.
+
+    Each text's first token has no label, so the preceding text is not trained to predict it.
+    """
     return {
         "input_ids": [token for tokens, _ in texts for token in tokens],
         "labels": [label for _, labels in texts for label in (IGNORED, *labels[1:])],
@@ -86,7 +89,7 @@ def _joined(texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, list[int]
 
 
 def collate_packs(packs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Collate packs into a batch with one row per pack. Padding has no labels, and no text attends to it.
+    """Collate packs into a batch with one row per pack. Padding has no labels, and the texts do not attend to it.
 
     Examples:
         >>> batch = collate_packs(pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], num_tokens=3))

@@ -53,7 +53,7 @@ class RegressionOperator(MeasuredOperator):
         return torch.nn.MSELoss()
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the validation metrics. Return a torchmetrics metric per name."""
+        """Create the validation metrics. Return a dict of names and torchmetrics metrics."""
         torchmetrics = require("torchmetrics", extra="metrics", purpose=f"`{type(self).__name__}.build_metrics`")
         return {
             "val_mae": torchmetrics.MeanAbsoluteError().set_dtype(torch.float64),
@@ -61,7 +61,7 @@ class RegressionOperator(MeasuredOperator):
         }
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convert predictions and targets to float64, because the metrics subtract sums of squares."""
+        """Convert predictions and targets to float64: the metrics subtract sums of squares, which loses precision."""
         return output.double(), target.double()
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:

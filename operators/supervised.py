@@ -58,7 +58,10 @@ class SupervisedOperator(TrainingOperator):
         raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
 
     def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
-        """Return a function that collates samples into a batch. Default: PyTorch's. Your own loaders do not use it."""
+        """Return a function that collates samples into a batch, or None for PyTorch's `default_collate`.
+
+        If `build_data` returns loaders instead of datasets, they do not use this function.
+        """
         return None
 
     def build_optimizer(self, model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
@@ -78,7 +81,10 @@ class SupervisedOperator(TrainingOperator):
         raise NotImplementedError(f"Override `{type(self).__name__}.build_criterion` to return the loss.")
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        """Create a learning-rate scheduler, or return None. A scheduler needs the trainer's `scheduler_step_freq`."""
+        """Create a learning-rate scheduler, or return None.
+
+        If you return a scheduler, pass `scheduler_step_freq` to the trainer.
+        """
         return None
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -127,10 +133,16 @@ class SupervisedOperator(TrainingOperator):
 
 
 class MeasuredOperator(SupervisedOperator):
-    """Evaluates with torchmetrics metrics. Workers merge the metrics' states, not their values."""
+    """Evaluates with torchmetrics metrics.
+
+    Workers merge the metrics' accumulated states instead of averaging values.
+    """
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
-        """Create the validation metrics. Return a torchmetrics metric per name. Override this for other metrics."""
+        """Create the validation metrics.
+
+        Return a dict of names and torchmetrics metrics. Subclasses must override it.
+        """
         raise NotImplementedError(f"Override `{type(self).__name__}.build_metrics` to return metrics.")
 
     def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +161,10 @@ class MeasuredOperator(SupervisedOperator):
         return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Return the batch's `val_loss`, and the metrics, which accumulate over batches."""
+        """Evaluate one batch.
+
+        Return the batch's `val_loss` and the torchmetrics objects, which accumulate over batches.
+        """
         output, target, metrics = self.evaluate_batch(batch)
         measured = self.measured(output, target)
         for metric in self.metrics.values():

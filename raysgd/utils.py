@@ -32,21 +32,21 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Key of a training batch's `batch_info`. True if the batch repeats samples with weight 0, because only other workers
-# have samples left.
+# Key of `batch_info`, the second argument of `train_batch`. True if this worker has no samples in the current step. Its
+# batch then consists of repeated samples, which have weight 0.
 IS_PADDING = "is_padding"
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def check_for_failure(remote_values: Iterable[Any]) -> bool:
-    """Wait for results of Ray actors. Return True if all workers survived.
+    """Wait for the results of Ray tasks. Return True if no worker died.
 
     Args:
-        remote_values: Object references. They are read in the order in which they become ready.
+        remote_values: Object references to the results. They are read in the order in which they become ready.
 
     Returns:
-        True if all tasks succeeded. False once a result shows that its worker or node died; this is logged.
+        True if all tasks succeeded. False as soon as a result shows that a worker or node died, which is logged.
 
     Raises:
         Exception: A task raised any other error, which is passed through unchanged.

@@ -1,7 +1,7 @@
-"""The values of a run of `fit`: configs, checkpoints and results, under the names of `ray.air`.
+"""The configs, checkpoints and results that trainers with a `fit()` method use, under the names of `ray.air`.
 
-`raysgd.air` and `raysgd.train` export the same classes. Importing them neither starts Ray nor imports a framework. The
-trainers use these values; `raysgd.storage` stores the files.
+`raysgd.air` and `raysgd.train` export the same classes. Importing them neither starts Ray nor imports a framework.
+`raysgd.storage` stores the files.
 """
 
 from __future__ import annotations

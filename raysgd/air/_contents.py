@@ -1,11 +1,11 @@
-"""The contents of checkpoints: a dict, a folder or an object reference. Each can be read as a dict or as files.
+"""The content of a checkpoint: a dict, a folder or an object reference. Each can be read as a dict or as files.
 
-* A dict is stored in a folder as one file, `dict_checkpoint.pkl`. Other entries of that folder become part of the dict,
-  as tar archives.
-* A folder without that file becomes a dict with one archive of all files, and the unpickled content of each
-  `KEY.meta.pkl` under `KEY`.
+* A dict is written to a folder as one file, `dict_checkpoint.pkl`. When the folder is read as a dict, its other entries
+  are added to the dict as tar archives.
+* A folder without `dict_checkpoint.pkl` is read as a dict with one tar archive of its files. The exceptions are files
+  named `KEY.meta.pkl`, whose unpickled content is stored under `KEY`.
 
-Unpickling may run code: read checkpoints only from sources that you trust. Names and archives cannot write outside the
+Unpickling may run code: read checkpoints only from sources that you trust. Keys and archives cannot write outside the
 target folder.
 """
 
@@ -39,8 +39,8 @@ class DictContent:
     """Checkpoint content held as a dict.
 
     Args:
-        data: The dict, or a `ray.ObjectRef` to a dict in Ray's object store, fetched on each use.
-        metadata: The user's metadata.
+        data: The content, or a `ray.ObjectRef` to it in Ray's object store. It is fetched on each use.
+        metadata: The checkpoint's metadata, which users set with `Checkpoint.set_metadata`.
     """
 
     def __init__(self, data: Any, metadata: Mapping[str, Any] | None = None) -> None:
@@ -54,7 +54,7 @@ class DictContent:
 
     @property
     def representation(self) -> tuple[str, Any]:
-        """The name of the representation in the old library, and the data."""
+        """The data, preceded by the name that Ray AIR 2.0 gives this type of content."""
         return "object_ref" if self.is_stored else "data_dict", self._data
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,11 +75,11 @@ class DictContent:
             (target / METADATA_FILE).write_text(json.dumps(self._metadata), encoding="utf-8")
 
     def metadata(self) -> dict[str, Any]:
-        """Return the user's metadata."""
+        """Return the checkpoint's metadata, which users set."""
         return dict(self._metadata)
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the metadata."""
+        """Replace the checkpoint's metadata."""
         self._metadata = dict(metadata)
 
     def portable(self) -> DictContent:
@@ -91,9 +91,9 @@ class FolderContent:
     """Checkpoint content held in a folder, on disk or in remote storage.
 
     Args:
-        folder: The folder.
-        goes_by_place: True to pickle its location instead of its files. If the folder holds a dict, the dict is pickled
-            too, for machines that cannot see the folder.
+        folder: Folder that holds the content.
+        goes_by_place: True to pickle the folder's location instead of its files. If the folder holds a dict, the dict
+            is pickled too, for machines that cannot access the folder.
     """
 
     def __init__(self, folder: Folder, goes_by_place: bool = False) -> None:
@@ -138,7 +138,11 @@ class FolderContent:
         self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode())
 
     def portable(self) -> Content:
-        """Return the content by value if only this machine can reach the folder, else unchanged."""
+        """Return a content that can be pickled for another process.
+
+        If only this machine can access the folder, return the folder's files as a dict, unless `goes_by_place` is set.
+        Otherwise return this object.
+        """
         is_here_only = self.folder.is_local or self.folder.is_in_memory
         return self._copied() if is_here_only and not self._goes_by_place else self
 
@@ -154,14 +158,14 @@ def _arrived(folder: Folder, copy: DictContent | None) -> Content:
 
 
 Content = DictContent | FolderContent
-"""The type of all contents. Other content classes derive from these two."""
+"""The type of a checkpoint's content."""
 
 
 def folder_as_dict(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder as a dict, without the metadata.
+    """Return a folder's checkpoint content as a dict, without the metadata.
 
     Raises:
-        FileNotFoundError: There is no such folder.
+        FileNotFoundError: The folder does not exist.
         CheckpointCorruptedError: `dict_checkpoint.pkl` does not contain a dict.
     """
     entries = sorted(entry for entry in folder.iterdir() if entry.name != METADATA_FILE)
@@ -177,7 +181,7 @@ def folder_as_dict(folder: Path) -> dict[str, Any]:
 
 
 def write_dict(content: Mapping[str, Any], folder: Path) -> None:
-    """Write a dict into a folder, or unpack a dict that was created from a folder.
+    """Write a dict into a folder as a file. If `folder_as_dict` created the dict, unpack the original files instead.
 
     Raises:
         CheckpointCorruptedError: A key or archive leads outside the folder, or an archive is invalid.
@@ -199,7 +203,7 @@ def _is_meta(entry: Path) -> bool:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of an entry of a folder.
+    """Return the path of the entry `name` in a folder.
 
     Raises:
         CheckpointCorruptedError: The name would lead outside the folder.
@@ -218,7 +222,7 @@ def _packed(entries: Iterable[Path]) -> bytes:
 
 
 def _unpack(data: Any, folder: Path) -> None:
-    """Unpack an archive. The filter rejects absolute names, names and links outside the folder, and device files."""
+    """Unpack a tar archive into a folder. The filter rejects paths and links outside the folder, and device files."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             archive.extractall(folder, filter="data")

@@ -1,6 +1,7 @@
-"""The training function that runs in this process: its session, and facts about its trial.
+"""The session of the training function that runs in this process, and facts about the function's trial.
 
-There is no session if Ray Tune itself runs the function as a trial, as in programs written for Ray AIR.
+The session connects the function with the driver. There is no session if Ray Tune itself runs the function as a trial,
+as in programs written for Ray AIR.
 """
 
 from __future__ import annotations
@@ -24,18 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """Facts about a run. Its function can query them, and its workers need them to store checkpoints.
+    """Facts about a `fit()` run and its trial, for the training function and for storing checkpoints in workers.
 
     Attributes:
-        folder: The trial's folder.
+        folder: The trial's folder, which contains the checkpoints.
         experiment_name: Name of the run.
         name: Name of the trial.
         id: Id of the trial.
         scaling: The run's scaling config.
-        metadata: The trainer's `metadata`.
-        workdir: Working directory for the function; None to leave it unchanged.
-        keeps_files: True if checkpoints are written as files. Otherwise only the newest checkpoint is stored, in
-            memory.
+        metadata: The dict that the user passed to the trainer as `metadata`.
+        workdir: Working directory for the function. None to leave it unchanged.
+        keeps_files: True if checkpoints are written as files. If False, only the newest checkpoint is kept, in memory.
     """
 
     folder: Folder
@@ -54,7 +54,7 @@ class TrialFacts:
 
 
 class RunningSession(Protocol):
-    """The session of one run of a function in this process, as the function sees it."""
+    """The session of a training function: the methods that the functions in `raysgd.air.session` call."""
 
     facts: TrialFacts | None
     accelerator: Any
@@ -66,19 +66,19 @@ class RunningSession(Protocol):
         """This worker's rank and the number of workers."""
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
-        """Return True if the keywords of `report` are `metrics` and `checkpoint`, False if each is a metric."""
+        """Return True if the user called `report(metrics=..., checkpoint=...)`, False if each keyword is a metric."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, options: UploadOptions | None = None) -> None:
-        """Send metrics, optionally with a checkpoint."""
+        """Send metrics to the driver, optionally with a checkpoint."""
 
     def ask(self, name: str, data: Any = None) -> Any:
         """Send a request to the driver and return its answer. All ranks must call this, each with its own data."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Send a checkpoint."""
+        """Send a checkpoint to the driver without metrics."""
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint, or the checkpoint that the function started from."""
+        """Return the newest checkpoint. Before the first one, return the checkpoint that the function started from."""
 
     def current_checkpoint(self) -> Any:
         """Return the result of `load_checkpoint` as a `Checkpoint`."""
@@ -88,7 +88,7 @@ class RunningSession(Protocol):
 
 
 class Alone:
-    """Stands in for the session outside a run, for helpers that functions call.
+    """Replaces the session outside a run, so that helpers for training functions work there, too.
 
     Acts as a single worker without a driver.
     """
@@ -108,7 +108,8 @@ class Alone:
 
 _alone = Alone()
 
-# A worker process runs one function at a time; threads of the function see the same session.
+# A global, not a thread-local variable: a worker process runs one training function at a time, and threads that this
+# function starts use the same session.
 _current: RunningSession | None = None
 
 
@@ -118,7 +119,7 @@ def current_session() -> RunningSession | None:
 
 
 def helper_session() -> RunningSession | Alone:
-    """Return the session of the function in this process. Outside a run, return a stand-in for a single worker."""
+    """Return the session of the function in this process. Outside a run, return an `Alone`."""
     return _current or _alone
 
 
@@ -145,7 +146,12 @@ def place() -> World:
 
 
 def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | None:
-    """Return the current session. Without a session, warn once per function and return None."""
+    """Return the current session. Without a session, return None and warn that calling `function` has no effect.
+
+    Args:
+        function: Name of the function that the user called. It is warned about only once.
+        stacklevel: Passed to `warnings.warn`.
+    """
     session = current_session()
     if session is not None:
         return session
@@ -166,7 +172,10 @@ def tune_here() -> Any:
 
 
 def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-    """Pass a report to the trial. Ray Tune stores the checkpoint's files before this returns."""
+    """Pass a report to the Ray Tune trial in this process.
+
+    Ray Tune stores the checkpoint's files before this returns.
+    """
     if checkpoint is None:
         tune.report(dict(metrics))
         return
@@ -175,7 +184,7 @@ def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | No
 
 
 def checkpoint_of(tune: Any) -> Checkpoint | None:
-    """Return the checkpoint that the trial continues from."""
+    """Return the checkpoint from which the Ray Tune trial in this process continues."""
     from raysgd.air.checkpoint import Checkpoint  # imported here because it loads the storage modules
 
     found = tune.get_checkpoint()

@@ -56,7 +56,7 @@ class Checkpoint:
 
     Args:
         path: A folder, a folder's URI, or a `raysgd.storage.Folder`.
-        filesystem: A `pyarrow.fs.FileSystem` that contains `path`.
+        filesystem: The `pyarrow.fs.FileSystem` that contains `path`. Default: determined from `path`.
         local_path: A local folder.
         data_dict: A dict with the state.
         uri: A folder's URI.
@@ -112,15 +112,15 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls: type[CheckpointType], data: bytes) -> CheckpointType:
-        """Create a checkpoint from the result of `to_bytes`.
+        """Create a checkpoint from the result of `to_bytes`, or from another pickled value.
 
-        Another pickled value is stored as `{"bytes_data": value}`.
+        If the value is not a dict, it is stored as `{"bytes_data": value}`.
         """
         content = pickle.loads(data)
         return cls(data_dict=content if isinstance(content, dict) else {_BYTES_KEY: content})
 
     def to_bytes(self) -> bytes:
-        """Return the pickled content."""
+        """Return the content, pickled. `from_bytes` reads it."""
         import cloudpickle
 
         content = self.to_dict()
@@ -147,7 +147,7 @@ class Checkpoint:
         """Create a checkpoint from a folder. The folder is not moved or copied.
 
         Raises:
-            RuntimeError: There is no such folder.
+            RuntimeError: The folder does not exist.
         """
         folder = Path(path).expanduser()
         if not folder.is_dir():
@@ -159,7 +159,7 @@ class Checkpoint:
         """Write the content into a folder and return the folder's path.
 
         Args:
-            path: The folder. None to create a temporary folder, which you delete yourself.
+            path: The folder to write to. None to create a temporary folder, which you must delete yourself.
         """
         target = Path(path).expanduser() if path is not None else Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
         target.mkdir(parents=True, exist_ok=True)
@@ -254,11 +254,11 @@ class Checkpoint:
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:
-        """Return the kind of content (`local_path`, `data_dict`, `uri` or `object_ref`) and the content."""
+        """Return the type of the content (`local_path`, `data_dict`, `uri` or `object_ref`) and the content."""
         return self._content.representation
 
     def get_preprocessor(self) -> Any:
-        """Return the preprocessor that was saved with the checkpoint, or None."""
+        """Return the preprocessor that was saved with the checkpoint. Return None if there is no preprocessor."""
         if not isinstance(self._content, FolderContent):
             return self.to_dict().get(PREPROCESSOR_KEY)
         folder = self._content.folder
@@ -272,7 +272,7 @@ class Checkpoint:
         return self._content.metadata()
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the checkpoint's metadata. For a folder, it is stored in `.metadata.json`.
+        """Replace the checkpoint's metadata. A checkpoint in a folder stores its metadata in `.metadata.json`.
 
         Raises:
             TypeError: `metadata` is not a dict.

@@ -44,9 +44,9 @@ _HINT_WORKERS = "Pass a number, `num_workers=2`, or the least and the most, `num
 
 
 def _shown(config: Any) -> str:
-    """Return the source text of a config with the values that differ from the defaults.
+    """Return a config's `repr`: a constructor call with the values that differ from the defaults.
 
-    Keys and passwords are masked.
+    API keys and passwords are masked.
     """
     default = type(config)()
     given = {each.name: getattr(config, each.name) for each in fields(config)}
@@ -56,11 +56,11 @@ def _shown(config: Any) -> str:
 
 @dataclass
 class CheckpointConfig:
-    """Decides which checkpoints of a run stay in its folder.
+    """Decides which checkpoints of a run are kept in the run's folder.
 
     Attributes:
-        num_to_keep: Number of checkpoints to keep. None keeps all. With 0, no checkpoint is written: only the latest is
-            kept, in memory.
+        num_to_keep: Number of checkpoints to keep. None keeps all. With 0, checkpoints are not written to disk, and
+            only the latest is kept, in memory.
         checkpoint_score_attribute: The reported metric that ranks checkpoints. None ranks them by age. A checkpoint
             without this metric ranks last.
         checkpoint_score_order: "max" if the highest value is best, "min" if the lowest is.
@@ -104,8 +104,8 @@ class FailureConfig:
 
     Attributes:
         max_failures: Maximum number of restarts from the last checkpoint. 0, the default, ends the run at the first
-            failure; -1 sets no limit. Worker deaths and exceptions in your function both count. In `fit`, each new
-            checkpoint resets the count, until your function raises an exception for the first time.
+            failure; -1 sets no limit. Worker deaths and exceptions in your function both count as failures. In `fit`,
+            each new checkpoint resets the count to 0, until your function raises its first exception.
         fail_fast: For runs of several trials. True ends all trials when one fails; "raise" raises the trial's error
             immediately.
 
@@ -132,7 +132,7 @@ class FailureConfig:
 
 @dataclass
 class SyncConfig:
-    """Options for syncing files to storage, accepted for programs written for the old library.
+    """Options for syncing files to storage, accepted for programs written for Ray AIR.
 
     A run writes directly to its `storage_path`, so there is no periodic sync. Only `upload_dir` has an effect.
 
@@ -171,10 +171,10 @@ class RunConfig:
     Attributes:
         name: Name of the run's folder. Default: the trainer's class and the time.
         storage_path: Folder or URI that contains the run's folder. Default: `~/ray_results`.
-        storage_filesystem: A `pyarrow.fs.FileSystem` that contains `storage_path`.
+        storage_filesystem: The `pyarrow.fs.FileSystem` that contains `storage_path`.
         failure_config: What happens when the run fails.
         checkpoint_config: Which checkpoints to keep.
-        sync_config: Accepted for programs written for the old library.
+        sync_config: Accepted for programs written for Ray AIR. See `SyncConfig`.
         verbose: Verbosity, from 0 (silent) to 3 (most output).
         stop: Condition that stops the run before your function returns: a dict of metrics and the values at which to
             stop, or a function that gets the trial's id and the metrics and returns True to stop.
@@ -183,8 +183,8 @@ class RunConfig:
         log_to_file: For a `Tuner`. True to redirect output to files in the trial's folder; or one file name; or two,
             for stdout and stderr.
         local_dir: Former name of `storage_path`. The value is moved to `storage_path`.
-        worker_runtime_env: Ray runtime environment for the worker processes, but not for this process. Default: the
-            job's runtime environment.
+        worker_runtime_env: Ray runtime environment for the worker processes. It does not affect the driver. Default:
+            the job's runtime environment.
 
     Raises:
         ValueError: A value is not allowed, or two different folders were passed.
@@ -216,7 +216,7 @@ class RunConfig:
         self._check()
 
     def _take_over_place(self) -> None:
-        """Move the folder from any of its three names to `storage_path`."""
+        """Merge `sync_config.upload_dir` and `local_dir`, the former names of `storage_path`, into `storage_path`."""
         _check_place("storage_path", self.storage_path)
         _check_place("local_dir", self.local_dir)
         if self.local_dir is not None and self.storage_path not in (None, self.local_dir):
@@ -284,20 +284,21 @@ class ScalingConfig:
         (1, 4)
 
     Attributes:
-        trainer_resources: Resources of the trial itself. Default: one CPU. `fit` runs in the driver and reserves only
-            what you pass.
+        trainer_resources: Resources of a Ray Tune trial besides its workers. Default: one CPU. `fit` runs in the driver
+            and reserves only resources that you pass explicitly.
         num_workers: Number of workers, or `(min, max)` to use as many as the free resources allow.
         use_gpu: True to assign a GPU to each worker.
         resources_per_worker: Resources of each worker. Default: one CPU, or one GPU with `use_gpu`. In a dict, a
             missing "CPU" means 0, and a missing "GPU" means 1 with `use_gpu`.
         placement_strategy: How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        _max_cpu_fraction_per_node: Accepted for programs written for the old library. Current Ray ignores it.
+        _max_cpu_fraction_per_node: Accepted for programs written for Ray AIR. Current Ray ignores it.
         elastic_resize_monitor_interval_s: Seconds between checks for free resources while a run has fewer workers than
-            the maximum. The run adds workers after a checkpoint.
+            the maximum. If resources are free, the run adds workers after its next checkpoint.
         accelerator_type: The GPU type that workers need, as Ray names it, such as "A100".
         label_selector: Labels that the workers' nodes must have, in Ray's format: `{"region": "us-west"}`.
-        elastic: True to let surviving workers continue in the middle of the function after a failure, instead of
-            restarting the function from its checkpoint. Needs a range of workers; see `raysgd.train.Trainer`.
+        elastic: True to let surviving workers continue in the middle of the training function after a failure, instead
+            of restarting the function from its checkpoint. Requires `num_workers=(min, max)`; see
+            `raysgd.train.Trainer`.
         spare_workers: Number of extra workers that stand by to replace lost workers. Requires `elastic`.
 
     Raises:
@@ -401,12 +402,12 @@ class ScalingConfig:
 
     @property
     def trainer_bundle(self) -> dict[str, float]:
-        """Resources of the trial itself, without zero amounts."""
+        """Resources of the trial besides its workers, without zero amounts."""
         return {"CPU": 1.0} if self.trainer_resources is None else _without_zeros(self.trainer_resources)
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Total resources of the trial and its workers. For a range, counts the minimum number of workers."""
+        """Total resources of the trial and its workers. If `num_workers` is a range, this counts its minimum."""
         total: dict[str, float] = {}
         for bundle in self._bundles():
             for name, amount in bundle.items():
@@ -435,7 +436,7 @@ class ScalingConfig:
     def as_placement_group_factory(self) -> PlacementGroupFactory:
         """Return the bundles that Ray Tune reserves: one for the trial, then one for each worker.
 
-        For a range, it reserves the minimum number of workers, which the run needs to start.
+        If `num_workers` is a range, it reserves the minimum number of workers, which the run needs to start.
         """
         from ray.tune import PlacementGroupFactory
 
@@ -443,7 +444,7 @@ class ScalingConfig:
 
     @classmethod
     def from_placement_group_factory(cls, pgf: PlacementGroupFactory) -> ScalingConfig:
-        """Create a config from Ray Tune's placement group factory.
+        """Create a config from a Ray Tune placement group factory. The first bundle is the trial's.
 
         Raises:
             ValueError: The worker bundles differ from each other.
@@ -480,7 +481,7 @@ class ScalingConfig:
 
 
 def is_open(value: Any) -> bool:
-    """Return True if Ray Tune still has to choose the value: for a grid search or a search space."""
+    """Return True if the value is a grid search or a search space, from which Ray Tune has yet to choose a value."""
     if isinstance(value, Mapping):
         return set(value) == {"grid_search"}
     return any(owner.__module__.startswith("ray.tune.") for owner in type(value).__mro__)
@@ -517,7 +518,9 @@ _GIB = 1 << 30
 
 @dataclass
 class DatasetConfig:
-    """How one dataset is handled. None means the value from the trainer's own config, or else the default.
+    """Decides how a trainer handles one dataset.
+
+    A value of None means the value from the trainer's own `DatasetConfig`, or else the default.
 
     Attributes:
         fit: True to fit the preprocessor on the dataset. Default: True for `train`, False for other datasets.
@@ -525,7 +528,7 @@ class DatasetConfig:
             False for other datasets.
         required: True if the dataset must be passed. Default: False.
         transform: True to apply the preprocessor to the dataset. Default: True.
-        use_stream_api: True to read blocks during training. Default: False.
+        use_stream_api: True to read blocks while training. Default: False.
         stream_window_size: Number of bytes to read ahead with `use_stream_api`. Default: 1 GiB.
         global_shuffle: True to shuffle all rows before each epoch. Default: False.
         randomize_block_order: True to randomize the order of the blocks in each epoch. Default: True.
@@ -543,11 +546,11 @@ class DatasetConfig:
     __repr__ = _shown
 
     def fill_defaults(self) -> DatasetConfig:
-        """Return a copy with None replaced by defaults."""
+        """Return a copy in which each None is replaced with the default."""
         return _DATASET_DEFAULTS.updated(self)
 
     def updated(self, other: DatasetConfig) -> DatasetConfig:
-        """Return a copy with the values that are set in `other`."""
+        """Return a copy in which values of `other` that are not None replace the values of this config."""
         given = {each.name: getattr(other, each.name) for each in fields(DatasetConfig)}
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
@@ -556,7 +559,8 @@ class DatasetConfig:
         """Merge a user's configs `b` into a trainer's configs `a`, field by field.
 
         Raises:
-            ValueError: `b` names a dataset that is not in `a`, and `a` has no "*"; or `b` is not a dict of configs.
+            ValueError: `b` has a dataset name that is not in `a`, and `a` has no "*" entry for all other names; or `b`
+                is not a dict of configs.
         """
         merged = dict(a)
         if b is not None and not isinstance(b, Mapping):

@@ -1,4 +1,4 @@
-"""Names used in checkpoints and results. Code written for the old library may import them."""
+"""Names used in checkpoints and results. Programs written for Ray AIR may import them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRAIN_DATASET_KEY = "train"
 EVALUATION_DATASET_KEY = "evaluation"
 WILDCARD_KEY = "*"
 
-# From Ray AIR 2.0, unused here: the column name of a table of tensors, and the maximum length of a `repr`.
+# Column name of a table of tensors in Ray AIR 2.0, unused here; and the maximum length of a trainer's `repr`.
 TENSOR_COLUMN_NAME = "__value__"
 MAX_REPR_LENGTH = 120
 
@@ -28,7 +28,7 @@ JSON_LOGGER, CSV_LOGGER, TENSORBOARD_LOGGER = DEFAULT_LOGGERS = (
     "TBXLoggerCallback",
 )
 
-# Keys that are added to every report.
+# Keys that raysgd adds to the reports of `Trainer.run`.
 TIMESTAMP = "_timestamp"
 TIME_THIS_ITER_S = "_time_this_iter_s"
 TRAINING_ITERATION = "_training_iteration"

@@ -37,8 +37,8 @@ class Result:
     """The outcome of a run.
 
     Attributes:
-        metrics: The last report of rank 0, including the values that are added to every report. None if rank 0 never
-            reported.
+        metrics: The last report of rank 0, including the values that raysgd adds to every report, such as
+            `training_iteration`. None if rank 0 never reported.
         checkpoint: The checkpoint that was reported last, which may not be the best. None if there is no checkpoint.
         error: The error that ended the run. None if the run succeeded.
         folder: The trial's folder. None if the run has no folder.
@@ -46,8 +46,8 @@ class Result:
             it. `fit()` orders them from worst to best. `from_path` orders them from oldest to newest, because the
             folder does not record which metric ranks them. To rank them, call `get_best_checkpoint`.
         reports: All reports of rank 0. None if they must be read from the folder.
-        return_value: Return value of the function on rank 0, if it is plain data: numbers, strings, numeric arrays, and
-            lists and dicts of these. Other values stay in the worker. None if the result is read from a folder.
+        return_value: Return value of the training function on rank 0, if it is plain data: numbers, strings, numeric
+            arrays, and lists and dicts of these. None for other values, and if the result is read from a folder.
     """
 
     metrics: dict[str, Any] | Any
@@ -76,7 +76,7 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The run's config."""
+        """The config that was passed to the training function. None if rank 0 never reported."""
         return (self.metrics or {}).get("config")
 
     @property
@@ -102,7 +102,7 @@ class Result:
         """Return the best of the retained checkpoints.
 
         Args:
-            metric: A metric that was reported with the checkpoints. Slashes lead into nested dicts.
+            metric: Name of a metric that was reported with the checkpoints. "a/b" names the entry "b" of the dict "a".
             mode: "max" if the highest value is best, "min" if the lowest is.
 
         Raises:
@@ -176,11 +176,14 @@ def _read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> l
 
 
 def _read_error(folder: Folder) -> Exception | None:
-    """Return a trial's error, or a `RuntimeError` with its text if its class can no longer be loaded."""
+    """Return the error that ended a trial, or None if no error was saved.
+
+    If the error cannot be unpickled, return a `RuntimeError` with its message.
+    """
     if folder.has(ERROR_PICKLE_FILE):
         try:
             error = pickle.loads(folder.read(ERROR_PICKLE_FILE))
-        except Exception:  # the error's class may have changed, so unpickling may raise anything
+        except Exception:  # unpickling may raise anything, for example if the error's class has changed
             error = None
         if isinstance(error, Exception):
             return error

@@ -1,7 +1,7 @@
 """The functions that a training function calls: `report`, `get_checkpoint`, `get_world_rank` and so on.
 
-They work in functions run by `fit` or `Trainer.run`. In a function that Ray Tune runs as a trial, they use that trial.
-Elsewhere they warn once and return a default, so you can call your function directly.
+They work in training functions run by `fit` or `Trainer.run`. In a function that Ray Tune runs as a trial, they use
+that trial. Elsewhere they warn once and return a default, so you can call your training function directly.
 """
 
 from __future__ import annotations
@@ -49,21 +49,23 @@ def report(*args: Any, **kwargs: Any) -> None:
     """Send metrics to the driver, and wait until the driver has read them.
 
     Pass the metrics as one dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is a `Checkpoint` or None.
-    In a function of `fit`, only the metrics of rank 0 count. Any rank may pass a checkpoint. If several ranks pass
-    folders, the folders are merged; if several pass dicts, the dict of the lowest rank is used.
-
-    You may also pass the metrics as keywords, `report(loss=0.1)`. There, `checkpoint` is a metric like any other. In a
-    function of `fit` you may name the arguments instead, `report(metrics={"loss": 0.1}, checkpoint=...)`. There, a dict
-    called `metrics` contains all metrics, and a `checkpoint` that is neither a number nor a string is the checkpoint.
-
-    In a function of `fit`, `checkpoint_upload_mode=CheckpointUploadMode.ASYNC` returns while the files of a
-    checkpoint's folder are still being stored, and deletes the folder afterwards. The default, `SYNC`, waits and keeps
-    the folder. `delete_local_checkpoint_after_upload` overrides whether the folder is deleted. Other options of Ray's
-    `report` raise an error with advice; see `UploadOptions`.
-
-    In a function of `Trainer.run`, a checkpoint reported with a dict of metrics may also be a dict.
-
     All workers must report the same number of times.
+
+    You may also pass the metrics as keywords, `report(loss=0.1)`. In this form, a keyword `checkpoint` is a metric like
+    any other.
+
+    In functions run by `fit`:
+
+    * Only the metrics of rank 0 count. Any rank may pass a checkpoint. If several ranks pass checkpoints in folders,
+      the folders are merged; if several pass dicts, the dict of the lowest rank is used.
+    * You may name both arguments: `report(metrics={"loss": 0.1}, checkpoint=...)`. This form is recognized if `metrics`
+      is a dict or if `checkpoint` is neither a number nor a string. Otherwise, all keywords are metrics.
+    * With `checkpoint_upload_mode=CheckpointUploadMode.ASYNC`, `report` returns while the files of a checkpoint's
+      folder are still being stored, and deletes the folder afterwards. The default, `SYNC`, waits and keeps the folder.
+    * `delete_local_checkpoint_after_upload` overrides whether the folder is deleted.
+    * Other options of Ray's `report` raise an error with advice; see `UploadOptions`.
+
+    In functions run by `Trainer.run`, a checkpoint reported with a dict of metrics may also be a dict.
 
     Raises:
         TypeError: The arguments have another form.
@@ -111,19 +113,20 @@ def get_checkpoint() -> Checkpoint | None:
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
     """Return this worker's shard of a dataset that you passed to the trainer.
 
-    In a function of `fit`, a name is required if there are several datasets. If no dataset has this name, this returns
-    None and logs the existing names. In a function of `Trainer.run`, a name is required if you passed a dict.
+    In a function run by `fit`, a name is required if there are several datasets. If no dataset has this name, return
+    None and log the existing names. In a function run by `Trainer.run`, a name is required if you passed a dict of
+    datasets.
 
     Raises:
         RuntimeError: There are several datasets, and no name was passed.
-        KeyError: In a function of `Trainer.run`, no dataset has this name.
+        KeyError: In a function run by `Trainer.run`, no dataset has this name.
     """
     session = session_or_warning("get_dataset_shard")
     return session.dataset_shard(dataset_name) if session is not None else None
 
 
 class TrainContext:
-    """Describes where the function runs: its rank, the number of workers and the trial. See `get_context`."""
+    """Describes where the training function runs: its rank, the number of workers and the trial. See `get_context`."""
 
     def get_world_size(self) -> int:
         """Return the number of workers; 1 outside a run."""
@@ -148,7 +151,7 @@ class TrainContext:
     def get_experiment_name(self) -> str | None:
         """Return the run's name.
 
-        This and the following methods return None if neither `fit` nor Ray Tune runs the function.
+        This method and the methods about the trial return None if neither `fit` nor Ray Tune runs the function.
         """
         return _of_trial("get_experiment_name", lambda facts: facts.experiment_name)
 
@@ -169,7 +172,7 @@ class TrainContext:
         return _of_trial("get_trial_dir", lambda facts: facts.directory)
 
     def get_metadata(self) -> dict[str, Any] | None:
-        """Return the trainer's `metadata`."""
+        """Return the dict that was passed to the trainer as `metadata`."""
         return _of_trial("get_metadata", lambda facts: dict(facts.metadata))
 
     def get_storage(self) -> Any:
@@ -192,7 +195,7 @@ get_metadata = _context.get_metadata
 
 
 def get_context() -> TrainContext:
-    """Return an object that describes where the function runs. Use it as in `get_context().get_world_rank()`."""
+    """Return an object that describes where the training function runs, as in `get_context().get_world_rank()`."""
     return _context
 
 
@@ -203,7 +206,12 @@ def _place_or_warning(function: str) -> World:
 
 
 def _of_trial(function: str, read: Callable[[TrialFacts], T]) -> T | None:
-    """Return a fact about the trial, or None if neither `fit` nor Ray Tune runs the function."""
+    """Return a fact about the trial, or None if neither `fit` nor Ray Tune runs the training function.
+
+    Args:
+        function: Name of the `TrainContext` method that was called. Ray Tune's context has a method of the same name.
+        read: Extracts the result from the facts about a `fit` run.
+    """
     if (tune := tune_here()) is not None:
         found: T = getattr(tune.get_context(), function)()
         return found

@@ -1,11 +1,12 @@
-"""The trial of a `fit()` run: its folders, and the view of the trial for callbacks.
+"""The folders of a `fit()` run, and an object that presents the run to Ray Tune callbacks.
+
+As in Ray, each run is an experiment that contains one trial:
 
     <storage>/<name>/                               the experiment: trainer.pkl, run.json
       <Trainer>_<5 hex>_00000_0_<date>/             the trial: result.json, progress.csv, params.json, error.txt, ...
         checkpoint_000000/
 
-The names are the same as in the old library, so programs that read its results work here too. The view has the
-attributes of Ray Tune's trials.
+The names are the same as in Ray AIR, so programs that read Ray AIR's results work here, too.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ class TrialFolder:
     """The folders of one run.
 
     Args:
-        experiment: The folder of the experiment.
-        dir_name: Name of the trial's folder inside it.
+        experiment: Folder of the experiment, which contains the trial's folder.
+        dir_name: Name of the trial's folder.
         is_new: True if the trial's folder is still empty.
 
     Attributes:
-        experiment: The folder of the experiment.
-        trial: The trial's folder, which is `Result.path`.
+        experiment: Folder of the experiment.
+        trial: The trial's folder, which `Result.path` refers to.
         dir_name: Name of the trial's folder.
-        name: Name of the trial: the trainer's class and `id`.
+        name: Name of the trial: the name of the trainer's class and the trial's id.
         id: Id of the trial, such as `1f3a9_00000`.
         trainer_name: Name of the trainer's class.
         is_new: True if the trial's folder was empty when the run started.
@@ -95,10 +96,10 @@ class TrialFolder:
 
     @property
     def local_path(self) -> Path:
-        """The folder in which this process writes the trial's files.
+        """The local folder in which this process writes the trial's files.
 
-        This is the trial's folder. With remote storage, it is a temporary folder whose files are then copied to the
-        trial's folder.
+        For local storage, this is the trial's folder. For remote storage, it is a temporary folder, whose files the run
+        then copies to the trial's folder.
         """
         if self.is_local:
             return self.trial.local_path
@@ -107,17 +108,17 @@ class TrialFolder:
         return self._staging
 
     def expect_little(self) -> None:
-        """Stop retrying writes to the storage, because it has just failed."""
+        """Disable retries for storage operations in these folders. Call this after the storage has failed."""
         self.experiment, self.trial = self.experiment.without_retries(), self.trial.without_retries()
 
     def make(self) -> None:
-        """Create the folders."""
+        """Create the folders of the experiment and the trial, and `local_path`."""
         self.experiment.make()
         self.trial.make()
         self.local_path.mkdir(parents=True, exist_ok=True)
 
     def remove_staging(self) -> None:
-        """Delete the temporary folder if it exists."""
+        """Delete the temporary folder that `local_path` creates for remote storage, if it exists."""
         if self._staging is not None:
             shutil.rmtree(self._staging.parents[1], ignore_errors=True)
             self._staging = None
@@ -128,7 +129,10 @@ class TrialFolder:
 
     @property
     def next_index(self) -> int:
-        """The number for the next checkpoint. It follows all existing checkpoints, including incomplete checkpoints."""
+        """The number for the next checkpoint.
+
+        It is higher than the numbers of all existing checkpoints, including incomplete checkpoints.
+        """
         present = [] if self.is_new else checkpoints_in(self.trial.names())
         return 1 + max((checkpoint_index(name) or 0 for name in present), default=-1)
 
@@ -140,7 +144,7 @@ def checkpoints_in(names: Iterable[str]) -> list[str]:
 
 
 def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
-    """Choose the folders of a new run. If the config has no name, create a folder for this run alone.
+    """Return the folders of a new run. If the config has no name, create an experiment folder with a unique name.
 
     Args:
         run_config: A `RunConfig`. Only its `storage_path`, `storage_filesystem` and `name` are used.
@@ -185,7 +189,8 @@ class FitTrialView:
         evaluated_params: Parameters chosen by a search; always empty.
         experiment_tag: `"0"`.
         status: `"PENDING"`, `"RUNNING"`, `"TERMINATED"` or `"ERROR"`.
-        last_result: The last report. Before the first report, it has only values that are known without a report.
+        last_result: The last report. Before the first report, a dict with the values known by then, such as the
+            trial's id.
         checkpoint: The newest checkpoint, or None.
         num_failures: Number of failed attempts.
     """
@@ -261,7 +266,7 @@ class FitTrialView:
 
     @property
     def has_reported_at_least_once(self) -> bool:
-        """True if there was at least one report."""
+        """True if the training function has reported at least once."""
         return "training_iteration" in self.last_result
 
     @property

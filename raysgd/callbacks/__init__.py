@@ -1,13 +1,13 @@
 """Callbacks: extra work during training, in the driver (`Callback`) or in the workers (`WorkerCallback`).
 
-What it guarantees:
+This package guarantees:
 
-* The same callback works in `trainer.fit`, in `Trainer.run` and in `RunConfig(callbacks=...)`.
+* The same `Callback` works in `trainer.fit`, in `Trainer.run` and in `RunConfig(callbacks=...)`.
 * If a callback raises an error, the error names the callback, the run ends cleanly, and the training state is
   preserved.
 * Importing this package loads no framework.
 
-What it leaves to others: calling the callbacks (`raysgd.trainer.driver.fit_loop`, `raysgd.train`).
+Other modules decide when callbacks are called: `raysgd.trainer.driver.fit_loop` and `raysgd.train`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Weights = list[dict[str, Any]]
 
 
 class AveragedWeights(WorkerCallback):
-    """Base class of `EMA` and `SWA`: maintains identical weight averages in every worker and gives access to them.
+    """Base class of `EMA` and `SWA`: maintains averages of the weights, which are identical in every worker.
 
     Floating-point buffers, such as batch-norm statistics, are averaged too; other buffers are copied. Weights that
     `setup` recreates (`remakes_frozen`) are excluded. A second run of the same trainer continues the averages. Works
@@ -62,9 +62,9 @@ class AveragedWeights(WorkerCallback):
 
     @contextmanager
     def swap(self, trainer: Any) -> Iterator[None]:
-        """Load the averaged weights into all workers inside the block, for validation, prediction or saving.
+        """Use the averaged weights in all workers inside the block, for validation, prediction or saving.
 
-        Do not train in the block.
+        Afterwards, the trained weights are restored. Do not train in the block.
 
         Raises:
             RuntimeError: No weights have been averaged yet.
@@ -112,7 +112,7 @@ class EMA(AveragedWeights):
             raise ValueError(f"`decay={decay!r}`: need a number from 0 to less than 1, such as 0.999.")
         super().__init__()
         self.decay = float(decay)
-        self._saw_a_step = False  # in this epoch
+        self._saw_a_step = False  # True if an optimizer has stepped in the current epoch
 
     def on_begin(self, operator: Any) -> None:
         super().on_begin(operator)
@@ -149,9 +149,9 @@ class EMA(AveragedWeights):
 class SWA(AveragedWeights):
     """Maintains the mean of the weights at the ends of epochs (stochastic weight averaging).
 
-    If a run ends before `start_epoch`, a later run continues counting epochs. Set the learning rate with your
-    scheduler. Batch-norm statistics are averaged too; for exact statistics, call `torch.optim.swa_utils.update_bn` on
-    the model that `get_model` returns.
+    If a run ends before `start_epoch`, the next run of the trainer continues counting epochs. This callback does not
+    change the learning rate. Batch-norm statistics are averaged too; for exact statistics, call
+    `torch.optim.swa_utils.update_bn` on the model that `get_model` returns.
 
     Args:
         start_epoch: First epoch to average, counted from 1 in the first run with this callback.
@@ -203,7 +203,7 @@ def _tensors_of(model: Any) -> dict[str, Any]:
 
 
 def _tensors_in(operator: Any) -> list[dict[str, Any]]:
-    """Return the tensors of each model, excluding the ones that `setup` recreates."""
+    """Return the parameters and buffers of each model, except those that `setup` recreates (`remakes_frozen`)."""
     found, left_out = [_tensors_of(model) for model in models_of(operator)], left_out_of(operator)
     if not left_out:
         return found
@@ -215,9 +215,9 @@ def _parameters_of(optimizer: Any) -> Iterator[Any]:
 
 
 def _trained_by(optimizer: Any, optimizers: Sequence[Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a model that an optimizer trains.
+    """Return the tensors of a model that are averaged after a step of `optimizer`: the parameters that it trains.
 
-    Tensors that no optimizer trains, such as batch-norm statistics, are assigned to the first optimizer of that model.
+    Tensors that no optimizer trains, such as batch-norm statistics, are assigned to the model's first optimizer.
     """
     trained = [set(map(id, _parameters_of(each))) for each in optimizers]
     parts = [each for each, ids in zip(optimizers, trained, strict=True) if ids & set(map(id, tensors.values()))]
@@ -235,17 +235,17 @@ def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precise(tensor: Any) -> Any:
-    """Convert a tensor to at least 32 bits. In lower precision, small updates would be lost to rounding."""
+    """Convert floats to at least 32 bits, because averages in lower precision would lose small updates to rounding."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
 def _mix(tensors: Mapping[str, Any], weights: dict[str, Any], share: float) -> None:
-    """Move each average toward the tensor of the same name, by the interpolation weight `share`."""
+    """Update each average in `weights` with the tensor of the same name, whose weight in the average is `share`."""
     import torch
 
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name not in weights:  # a weight that was frozen before
+            if name not in weights:  # the tensor was frozen in earlier updates
                 weights[name] = _precise(tensor.detach()).clone()
             if weights[name].device != tensor.device:  # the average was loaded from a state dict
                 weights[name] = weights[name].to(tensor.device)
@@ -260,7 +260,7 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
     with torch.no_grad():
         for name, tensor in _tensors_of(model).items():
-            if name in weights or tensor.requires_grad:  # otherwise `setup` recreates it
+            if name in weights or tensor.requires_grad:  # tensors that `setup` recreates have no average
                 tensor.copy_(weights[name])
 
 

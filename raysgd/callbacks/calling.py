@@ -1,8 +1,8 @@
 """Validate users' callbacks and call them during a run. If a callback fails, the error names it.
 
-`Dispatcher` calls hooks of arbitrary objects. `CallbackCalls` calls raysgd callbacks during `fit` of a class-based
-trainer. `FunctionCalls` calls raysgd callbacks while a training function runs. `RunCallbacks` also calls Ray Tune
-callbacks, which see the run as a trial.
+`Dispatcher` calls hooks, which are methods looked up by name, of arbitrary objects. `CallbackCalls` calls raysgd
+callbacks during `fit` of a class-based trainer. `FunctionCalls` calls raysgd callbacks while a training function runs.
+`RunCallbacks` also calls Ray Tune callbacks, to which the run is presented as a trial.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def own_among(callbacks: Iterable[Any]) -> list[Callback]:
 class Dispatcher:
     """Calls callbacks in order, passing only the arguments that their methods accept.
 
-    If a callback fails, the caller ends the run.
+    If a callback fails, the caller is expected to end the run.
 
     Args:
         callbacks: Objects with hooks, which are methods called by name. Missing hooks are skipped.
-        advice: Advice for the user in the error of a failed callback. None lets the callback's own error through
-            unchanged.
+        advice: Advice for the user in the `CallbackError` of a failed callback. If None, the callback's own exception
+            is raised instead.
     """
 
     def __init__(self, callbacks: Iterable[Any], advice: str | None = ADVICE) -> None:
@@ -134,7 +134,7 @@ class Dispatcher:
             return None
         try:
             return call_with_known(method, *args, **info) if info else method(*args)
-        except CallbackError:  # from a callback nested in this callback
+        except CallbackError:  # this callback calls other callbacks, and one of them has failed
             raise
         except Exception as error:  # user code
             if self._advice is None:
@@ -148,13 +148,13 @@ class Dispatcher:
     def finish(
         self, hooks: Sequence[str], *args: Any, has_failed: bool, only: Iterable[Any] | None = None, **info: Any
     ) -> None:
-        """Call the final hooks of each callback, even if some fail. At most one failure is raised; the rest are logged.
+        """Call the hooks for the end of a run, even if some fail. At most one failure is raised; the rest are logged.
 
         Args:
             hooks: Names of the hooks.
-            args: Positional arguments for all hooks.
+            args: Positional arguments that every hook receives.
             has_failed: Whether the run has already failed. Callback failures are then only logged.
-            only: Callbacks to call. Default: all.
+            only: The callbacks to call. Default: all callbacks of this object.
             info: Keyword arguments for the hooks that accept them.
 
         Raises:
@@ -166,7 +166,7 @@ class Dispatcher:
             try:
                 for hook in hooks:
                     self.call(callback, hook, *args, **info)
-            except BaseException as error:  # user code, or Ctrl-C: the other callbacks still get their final hooks
+            except BaseException as error:  # user code or Ctrl-C; the remaining callbacks must still be called
                 failures.append((callback, error))
         interrupts = [failure for _, failure in failures if not isinstance(failure, Exception)]
         raised = next(iter(interrupts or ([] if has_failed else [failure for _, failure in failures])), None)
@@ -178,7 +178,10 @@ class Dispatcher:
 
 
 def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call a method with the entries of `named` that it accepts, so that methods for older versions still work."""
+    """Call a method with only those entries of `named` that it accepts.
+
+    Callbacks written for older versions, whose methods have fewer parameters, therefore still work.
+    """
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return method(*args, **named)
@@ -187,11 +190,11 @@ def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any
 
 
 class CallbackCalls(Dispatcher):
-    """Calls the callbacks of one run.
+    """Calls the raysgd callbacks of one run.
 
     Args:
-        callbacks: The callbacks, in calling order.
-        run: The `Run` passed to the callbacks.
+        callbacks: The run's callbacks, in calling order.
+        run: The `Run` that each hook receives as its first argument.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
@@ -210,7 +213,7 @@ class CallbackCalls(Dispatcher):
             callback._check_run(self._run)
 
     def begin_run(self) -> None:
-        """Notify callbacks that the run starts."""
+        """Call `on_run_begin` of all callbacks."""
         for callback in self.callbacks:
             self._begun.append(callback)
             self.call(callback, "on_run_begin", self._run)
@@ -224,15 +227,15 @@ class CallbackCalls(Dispatcher):
         self.on(hook, self._run, *args)
 
     def wants(self, hook: str) -> bool:
-        """Return True if a callback overrides a hook."""
+        """Return True if any of the callbacks overrides this hook."""
         return any(overrides(each, hook) for each in self.callbacks)
 
     def progress(self, progress: CallProgress) -> None:
-        """Report the progress of an epoch to callbacks. An error is stored until `check_progress` raises it."""
+        """Call `on_progress` of all callbacks. If one fails, `check_progress` raises the error later."""
         self._tell_inside("on_progress", progress)
 
     def step_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Report the metrics of the last steps to callbacks. An error is stored until `check_progress` raises it."""
+        """Call `on_step_metrics` of all callbacks. If one fails, `check_progress` raises the error later."""
         self._tell_inside("on_step_metrics", step, metrics)
 
     def _tell_inside(self, hook: str, *args: Any) -> None:
@@ -243,7 +246,7 @@ class CallbackCalls(Dispatcher):
             self._failed_in_progress = error
 
     def check_progress(self) -> None:
-        """Raise the error of a callback that failed during an epoch."""
+        """Raise the first error from `progress` or `step_metrics`, if there was one."""
         if self._failed_in_progress is not None:
             raise self._failed_in_progress
 
@@ -282,7 +285,7 @@ class FunctionCalls(CallbackCalls):
     """Calls raysgd callbacks while a training function runs. Each report counts as one result; there are no epochs.
 
     Args:
-        callbacks: The callbacks, in calling order.
+        callbacks: The run's callbacks, in calling order.
         name: Name of the run.
         config: The function's config.
         folder: Folder for the callbacks' files.
@@ -316,17 +319,22 @@ class FunctionCalls(CallbackCalls):
         return self._run.is_stopping
 
     def begin_run(self, num_reports: int = 0) -> None:
-        """Notify callbacks that the function starts. Do nothing when it restarts.
+        """Call `on_run_begin` of all callbacks when the training function starts. Do nothing when it restarts.
 
         Args:
-            num_reports: Number of reports in the checkpoint that the function continues from.
+            num_reports: Number of reports before the checkpoint from which the function continues; 0 without one.
         """
         if not self._begun:
             self._run.epoch = num_reports
             super().begin_run()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
-        """Pass the new events to callbacks, and then a report. `events` has all events of the run so far."""
+        """Pass new events to callbacks, and then a report.
+
+        Args:
+            metrics: The report.
+            events: All worker group events of the run so far, such as failures and restarts.
+        """
         if not self.callbacks:
             return
         run = self._run
@@ -339,10 +347,10 @@ class FunctionCalls(CallbackCalls):
 
 
 class RunCallbacks(Dispatcher):
-    """Calls the callbacks of a `fit()` run, from `RunConfig(callbacks=[...])`.
+    """Calls the callbacks in `RunConfig(callbacks=[...])` during a `fit()` run.
 
-    Ray Tune callbacks and loggers are called first, with the trial. Then raysgd callbacks are called, with the run.
-    After a callback has failed, no callback is called until the run ends.
+    Ray Tune callbacks and loggers are called first, with the run's `FitTrialView`. Then raysgd callbacks are called,
+    with the `Run`. After a callback has failed, only the hooks for the end of the run are called.
 
     Args:
         callbacks: The user's callbacks.
@@ -364,7 +372,10 @@ class RunCallbacks(Dispatcher):
 
     @property
     def replaced_loggers(self) -> frozenset[str]:
-        """Names of Ray Tune's default loggers that the user passed."""
+        """Names of Ray Tune's default loggers among the user's callbacks.
+
+        They replace raysgd's writers of these files.
+        """
         return frozenset(name for callback in self.callbacks for name in _default_loggers(callback))
 
     @property
@@ -373,7 +384,7 @@ class RunCallbacks(Dispatcher):
         return self._own.is_stopping
 
     def watch(self, events: Callable[[], Sequence[GroupEvent]]) -> None:
-        """Set the function that returns the workers' events."""
+        """Set the function that returns all worker group events of the run so far. `report` passes them on."""
         self._events = events
 
     def setup(self, stop: Any) -> None:
@@ -386,7 +397,7 @@ class RunCallbacks(Dispatcher):
         Args:
             after_failure: Whether an earlier attempt has failed.
             restores: Whether the attempt continues from a checkpoint.
-            num_reports: Number of reports in that checkpoint.
+            num_reports: Number of reports before this checkpoint.
         """
         hooks = ["on_trial_recover"] * after_failure + ["on_trial_start"] + ["on_trial_restore"] * restores
         for hook in hooks:
@@ -394,24 +405,24 @@ class RunCallbacks(Dispatcher):
         self._unless_failed(self._own.begin_run, num_reports)
 
     def report(self, result: Mapping[str, Any]) -> None:
-        """Pass a report to callbacks, while `trial.last_result` is still the previous report."""
+        """Pass a report to callbacks. Call this before you update `trial.last_result`, as Ray Tune does."""
         self._on("on_step_begin")
         self._on("on_trial_result", result=dict(result))
         self._unless_failed(self._own.report, result, self._events())
 
     def save(self, checkpoint: Any) -> None:
-        """Notify callbacks of a checkpoint, while `trial.checkpoint` is still the previous checkpoint."""
+        """Pass a checkpoint to callbacks. Call this before you update `trial.checkpoint`, as Ray Tune does."""
         self._on("on_checkpoint", checkpoint=checkpoint)
         path = getattr(checkpoint, "path", None)
-        if path is not None:  # a checkpoint that is not retained stays in memory
+        if path is not None:  # with `num_to_keep=0`, the checkpoint is in memory and has no path
             self._unless_failed(self._own.tell, "on_checkpoint", str(path))
 
     def saved(self) -> None:
-        """Notify callbacks that `trial.checkpoint` is now the new checkpoint."""
+        """Call `on_trial_save` of Ray Tune callbacks. Call this after you have updated `trial.checkpoint`."""
         self._on("on_trial_save")
 
     def end_step(self) -> None:
-        """Notify callbacks that the report is fully processed."""
+        """Call `on_step_end` of Ray Tune callbacks, after a report was processed."""
         self._iteration += 1
         self._on("on_step_end")
 
@@ -428,9 +439,9 @@ class RunCallbacks(Dispatcher):
         self._own.end_run(error)
 
     def states(self) -> dict[int, Any]:
-        """Return the states of callbacks by position, for a run that continues this run.
+        """Return the callbacks' states, to pass to `restore_states` in a run that continues this run.
 
-        The last entry holds the states of raysgd callbacks.
+        The keys are the positions of the Ray Tune callbacks. The next higher key holds the raysgd callbacks' states.
         """
         found = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
         own = [each for each in self._own.states() if each["state"] is not None]

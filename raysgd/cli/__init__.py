@@ -1,1 +1,1 @@
-"""The `raysgd` command: checks a machine, shows the status of runs, and rewrites old programs."""
+"""The `raysgd` command: checks a machine, shows and analyzes runs, and rewrites programs for `ray.util.sgd`."""

@@ -1,4 +1,4 @@
-"""The commands for detached trainers: `raysgd list`, `raysgd attach`, `raysgd stop`."""
+"""The commands `raysgd list`, `attach` and `stop`, for detached trainers, which outlive their program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Command = Callable[..., None]
 
 
 def _in_cluster(command: Command) -> Command:
-    """Add `--address` to a command, connect to that cluster first, and show errors without a traceback."""
+    """Add the option `--address` to a command.
+
+    Before it runs, connect to that cluster; show errors without traceback.
+    """
 
     @click.option(
         "--address", default="auto", help="The Ray cluster. Default: RAY_ADDRESS, else the one of this machine."

@@ -1,7 +1,7 @@
-"""Checks that this machine and its cluster have what trainers need, and reports what is wrong and how to fix it.
+"""Implements `raysgd doctor`: checks that this machine and its cluster can train, and reports how to fix problems.
 
-Each check returns a `CheckResult`. Checks change nothing. The self test starts two workers, trains two steps, and ends
-the workers.
+Each check returns or yields `CheckResult`s. Checks change nothing. The self test starts two workers, trains two steps,
+and ends the workers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raysgd.core.private_names import TABLE, TESTED, missing_names
 Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
-    "ray": "2.44",  # older versions drop a thread's state after each call, so PyTorch ends a worker that joins a group
+    "ray": "2.44",  # older versions drop a thread's state after each call, and PyTorch then ends workers in a group
     "torch": "2.10",  # in older versions, a file can make `torch.load(weights_only=True)` run code (CVE-2026-24747)
     "tensorflow": "2.19",
     "keras": "3.5",
@@ -141,7 +141,7 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version.
+    """Return the leading numbers of a version, for comparisons.
 
     >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1") < _numbers("2.16")
     ((2, 13, 0), True)
@@ -204,7 +204,10 @@ def _own_address() -> str:
 
 
 def check_private_names() -> Iterator[CheckResult]:
-    """Check that packages newer than the tested versions still have the private names that raysgd uses."""
+    """Check that installed packages still have the private names that raysgd uses.
+
+    Only packages that are newer than the versions that raysgd was tested with are checked.
+    """
     for name in ("torch", "ray"):  # import both packages, because compiled names are not in the source code
         with suppress(Exception):
             importlib.import_module(name)
@@ -243,12 +246,12 @@ def check_shared_memory(path: str = "/dev/shm") -> CheckResult:
 
 
 class _NotConnectedError(Exception):
-    """The cluster could not be reached."""
+    """The connection to the Ray cluster failed."""
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[CheckResult]:
-    """Connect to the cluster for the block. An existing connection is reused and stays open.
+    """Connect to a Ray cluster inside the block, and yield this check's result. An existing connection stays open.
 
     Raises:
         _NotConnectedError: The connection failed.
@@ -300,7 +303,7 @@ def check_cluster() -> Iterator[CheckResult]:
 
 
 def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mapping[str, float]) -> CheckResult:
-    """Check that a cluster with these resources has capacity for two workers."""
+    """Check that a cluster with these total and free resources has capacity for two workers."""
     text = (
         f"resources: {num_nodes} node(s), {free.get('CPU', 0):g} of {total.get('CPU', 0):g} CPUs and "
         f"{free.get('GPU', 0):g} of {total.get('GPU', 0):g} GPUs are free"
@@ -318,7 +321,7 @@ def finding_on_resources(num_nodes: int, total: Mapping[str, float], free: Mappi
 
 
 def run_self_test_with(versions: Mapping[str, str], packages: Iterable[CheckResult]) -> CheckResult:
-    """Run the self test, unless packages are missing or too old.
+    """Run the self test. Skip it if packages are missing or too old, or if PyTorch is not installed.
 
     Args:
         versions: Versions of the installed packages.
@@ -357,6 +360,6 @@ def _train_on_two_workers() -> tuple[dict[str, float], bool]:
 
 
 def _words(error: BaseException) -> str:
-    """Return the class and the first line of an error."""
+    """Return the class name and the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

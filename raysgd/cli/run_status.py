@@ -2,9 +2,9 @@
 
 It recognizes three kinds of folders:
 
-* the folder of a run of Ray AIR's `fit()`, or the experiment's folder above it;
+* the trial's folder of a `fit()` run of a `raysgd.train` trainer, or the experiment's folder above it;
 * the `logdir` of a `raysgd.train.Trainer`;
-* the folder of `TorchTrainer.fit` or `TFTrainer.fit`.
+* the `folder` of `raysgd.TorchTrainer.fit` or `raysgd.TFTrainer.fit`.
 """
 
 from __future__ import annotations
@@ -92,10 +92,15 @@ def _found(folder: Folder, now: float) -> str | None:
 
 
 def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str]] = (), error: str = "") -> str:
-    """Format a status in rows: the kind of folder, the state of the run, facts, and the end of the run's error.
+    """Format the status of a run as lines of text.
 
-    The state starts with "finished", "stopped", "interrupted", "failed", "running", or with "silent" if nothing was
-    written for a while.
+    Args:
+        folder: The run's folder.
+        kind: The type of the run, such as "trainer.fit()".
+        state: State of the run. Starts with "finished", "stopped", "interrupted", "failed", "running", or with "silent"
+            if nothing was written for a while.
+        facts: Further rows, as pairs of a name and a value.
+        error: The run's error. Only its last lines are shown.
     """
     rows = [("run", str(folder)), ("kind", kind), ("state", state), *facts]
     lines = named_lines([(name, printable(value)) for name, value in rows], indent=13)
@@ -147,7 +152,11 @@ def _function_run(folder: Folder, num_runs: int, now: float) -> str:
 
 
 def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
-    """Return the status of `trainer.fit`, from the files of callbacks and the newest checkpoint's sidecar."""
+    """Return the status of a run of a class-based trainer's `fit`, or None if the folder has no files of such a run.
+
+    The status comes from files that callbacks wrote, and from the newest checkpoint's sidecar, a JSON file next to the
+    checkpoint.
+    """
     found, index = dict[str, str](), None
     for place in (folder, folder / "checkpoints"):
         beside = [name.removesuffix(ENDING) for name in place.names() if name.endswith(ENDING)]
@@ -208,7 +217,7 @@ def _number(value: Any) -> float:
 
 
 def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a row with the most informative metrics of the last report."""
+    """Return a row with the most informative metrics of a report, or [] if it has no metrics."""
     names = [
         name
         for name, value in report.items()
@@ -239,7 +248,13 @@ def _written_at(report: Mapping[str, Any]) -> float:
 
 
 def _running(sign: str, at: float, now: float) -> str:
-    """Return the state of a run that recorded no end. It may be in a long epoch, or its driver is gone."""
+    """Return the state of a run that did not record its end, so it still runs or its driver was killed.
+
+    Args:
+        sign: The last sign of life, such as "last report".
+        at: Time of this sign in seconds since 1970; 0 if there is none.
+        now: The current time.
+    """
     if at <= 0:
         return f"running, or its driver is gone: there is no {sign}"
     word = "running" if now - at < _SILENT_S else "silent, a long epoch or its driver is gone"

@@ -16,7 +16,7 @@ _GLOBAL_BATCH = 4
 
 
 class LineOperator(TrainingOperator):
-    """Fits a line to eight points."""
+    """Operator of the self test. It fits a line to eight points."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = torch.nn.Linear(1, 1)
@@ -36,7 +36,7 @@ def trained_weights(**options: Any) -> tuple[list[float], dict[str, float]]:
         options: Options for the trainer.
 
     Returns:
-        The weight and the bias; and the seconds that each part took, keyed by a description of the part.
+        The model's weight and bias, and how many seconds each part of the test took, by a description of the part.
     """
     began = time.monotonic()
     with TorchTrainer(

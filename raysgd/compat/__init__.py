@@ -1,10 +1,10 @@
-"""Support for programs of the old library, whose imports have a new name or location.
+"""Support for programs written for the old library: `ray.util.sgd`, and the former `ray.train` and `ray.air`.
 
 `install` lets programs written for `ray.util.sgd` run unchanged, as does `python -m raysgd.compat script.py`. `raysgd
 migrate` rewrites such programs, and programs written for the former `ray.train` and `ray.air`.
 
-`paths.py` has the table of old and new names; `names.py` lists names that the old library defined in other modules. Two
-packages of raysgd have old names themselves, `raysgd.v2` and `raysgd.data`. They stay where programs import them from;
+`paths.py` has the table of old and new names. `names.py` lists names that the old library defined in other modules than
+raysgd does. Two packages of raysgd still have the names of the old library's packages: `raysgd.v2` and `raysgd.data`.
 docs/adr/0086-old-imports-lead-to-raysgd.md explains why.
 """
 

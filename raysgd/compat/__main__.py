@@ -1,4 +1,4 @@
-"""`python -m raysgd.compat SCRIPT [ARGUMENT ...]`: runs an old program unchanged."""
+"""`python -m raysgd.compat SCRIPT [ARGUMENT ...]`: runs a program written for `ray.util.sgd` unchanged."""
 
 from __future__ import annotations
 

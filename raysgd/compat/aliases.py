@@ -1,7 +1,7 @@
 """`install`, which lets programs written for `ray.util.sgd` run unchanged, and the alias modules that they import.
 
-Aliases are not copies: reading or setting a name on an alias reads or sets it on raysgd's module. Ray's own
-`ray.util.sgd`, which raises an error on import, is never executed.
+An alias is a module object under an old name. It copies nothing: reading or setting an attribute of the alias reads or
+sets it on raysgd's module. Ray's own `ray.util.sgd`, which raises an error on import, is never executed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from raysgd.compat.paths import Paths
 VARIABLE = "RAYSGD_COMPAT"
 """Environment variable that tells worker processes that the driver called `install`."""
 _OLD = ("ray.util.sgd", "ray.experimental.sgd")
-"""The packages of the old library. Ray still has the first package, but importing it raises an error."""
+"""The old packages to redirect. Ray still has the first package, but importing it raises an error."""
 
 
 class Alias(ModuleType):
     """Makes a module available under another name.
 
     Args:
-        name: The name that a program imports.
-        target: The module that the program gets.
+        name: The old module name, which a program imports.
+        target: The raysgd module whose attributes the program gets.
     """
 
     def __init__(self, name: str, target: ModuleType) -> None:
@@ -54,7 +54,7 @@ class Alias(ModuleType):
             raise AttributeError(f"`{place.old}` has no successor in raysgd: {place.reason}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) or name.startswith("__"):  # set by the import system
+        if isinstance(value, ModuleType) or name.startswith("__"):  # Python's import system sets these on the alias
             vars(self)[name] = value
         else:
             setattr(vars(self)["_raysgd_target"], name, value)
@@ -75,7 +75,7 @@ def _alias_there(name: str, target: str) -> Alias:
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Finds the old library's modules that Ray no longer has, and `ray.util.iter`, which belongs to them."""
+    """Import hook that finds modules of `ray.util.sgd` and other old modules, which Ray no longer has, in raysgd."""
 
     def __init__(self) -> None:
         self._paths = Paths()

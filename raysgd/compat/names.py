@@ -1,4 +1,4 @@
-"""Names that programs for the old library import from their former modules, or under their former names."""
+"""Names of the old library, such as `ray.util.sgd`, that raysgd has in another module or under another name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MOVED = {
         "SGDWorkerGroup": "raysgd.train.trainer:TrainWorkerGroup",
     },
 }
-"""For each module, the names that it also exports, and their locations: `module`, or `module:name` if renamed."""
+"""For each raysgd module, the old names that it also exports. Each has its location: `module`, or `module:name`."""
 
 
 def former_names(module: str) -> None:
-    """Make the module with this `__name__` export its former names too."""
+    """Make a module also export the old names that `MOVED` lists for it. `module` is its `__name__`."""
     lazy_names(module, MOVED.get(module, {}))

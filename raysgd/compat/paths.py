@@ -1,7 +1,7 @@
-"""The table of the old library's names: the current location of each name, or why it is gone.
+"""The table of the old library's names: the current location of each name in raysgd, or why it is gone.
 
-`raysgd migrate` uses it to rewrite programs, `raysgd.compat.install` to run them unchanged, and `docs/migration.md` for
-its tables.
+The old library is `ray.util.sgd`, together with the former `ray.train` and `ray.air`. `raysgd migrate` uses the table
+to rewrite programs, `raysgd.compat.install` to run them unchanged, and `docs/migration.md` for its tables.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from difflib import get_close_matches
 from typing import Literal
 
 Group = Literal["sgd", "train"]
-"""Group of names: "sgd" if Ray no longer has them, "train" if they mean something else in current Ray.
+"""Group of names: "sgd" for names that Ray no longer has, "train" for names that mean something else in current Ray.
 
-Names in "train" are left unchanged unless the user says that they mean the old library.
+`raysgd migrate` leaves names in "train" unchanged unless the user passes `--ray-train`.
 """
 
 _SESSION_A = "get_dataset_shard load_checkpoint local_rank report save_checkpoint world_rank world_size"
@@ -193,20 +193,18 @@ _INSIDE_RAY = {
     ),
     "ray.tune.suggest.zoopt": ("ray.tune.search.zoopt", "ZOOptSearch"),
 }
-"""Names that current Ray has in other modules."""
+"""Old names that current Ray has in other modules. They are replaced with these names of Ray."""
 _EXPERIMENTAL = "ray.experimental.sgd"
 _FORMERLY = ("", ".pytorch", ".tf", ".utils")
-"""Parts of `ray.util.sgd` that used to be in `ray.experimental.sgd`."""
+"""Submodules of `ray.util.sgd` that were in `ray.experimental.sgd` before."""
 _BESIDE_SGD = {
     "ray.util.iter": (
         "raysgd.util.iter",
         "LocalIterator ParallelIterator from_items from_iterators from_range",
     ),
 }
-"""Names that current Ray has too.
-
-In programs that use a name of `_SGD` they mean raysgd's, because they work only together.
-"""
+"""Names that current Ray has, too. In programs that also use names in `_SGD`, they are replaced with raysgd's names,
+because Ray's and raysgd's objects do not work together."""
 
 _TRAIN: dict[str, tuple[str, str]] = {
     "ray.train": (
@@ -331,7 +329,7 @@ _KEPT_BY_RAY = {
     "ray.ml.train.integrations.lightgbm": ("ray.train.lightgbm", "LightGBMTrainer"),
     "ray.ml.train.integrations.xgboost": ("ray.train.xgboost", "XGBoostTrainer"),
 }
-"""Names that mean current Ray in programs with a trainer that only Ray has."""
+"""Old names that stay Ray's if the program uses a trainer that only Ray has, with their modules in current Ray."""
 _GROUPS: dict[Group, dict[str, tuple[str, str]]] = {
     "sgd": {**_SGD, **_BESIDE_SGD, **_INSIDE_RAY},
     "train": _TRAIN,
@@ -348,7 +346,7 @@ _RENAMED = {
     "ray.tune.trial.Trial": "ray.tune.experiment.Trial",
     "ray.services.get_node_ip_address": "ray.util.get_node_ip_address",
 }
-"""Single names that were renamed, or that are in no module of the tables."""
+"""Single names that were renamed, or whose modules are not in the tables above."""
 _RENAMED_TRAIN = {
     "ray.tune.ResultGrid": "raysgd.tune.ResultGrid",
     "ray.tune.SyncConfig": "raysgd.air.SyncConfig",
@@ -527,7 +525,8 @@ class NewPlace:
         new: The current location. None if the name is gone.
         reason: Why the name is gone, and what to use instead.
         module: The module to import for the name.
-        is_listed: True if the name is in the tables. Other names should not occur in programs.
+        is_listed: True if the name is in the tables. Other names, such as internal names of the old library, should not
+            occur in programs.
     """
 
     old: str
@@ -543,7 +542,7 @@ class NewPlace:
 
 
 class Paths:
-    """The table as it applies to one program.
+    """The table of old and new names, as it applies to one program.
 
     Args:
         ray_train: True if `ray.train` and `ray.air` mean the old library, not current Ray.
@@ -581,7 +580,7 @@ class Paths:
         return (place and place.new) or name
 
     def is_of_ray(self, module: str) -> bool:
-        """Return True if the module can only be Ray's, because it is neither part of the old library nor ambiguous."""
+        """Return True if the module belongs to current Ray only: it is neither in the old library nor ambiguous."""
         means_two = _means_two(module) and not self._keeps_ray_train
         return self.find(module) is None and not self.is_package(module) and not means_two
 
@@ -612,9 +611,9 @@ class Paths:
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _inside(self, old: str, module: str) -> NewPlace | None:
-        """Return the location of a name that a listed module lacks.
+        """Return the location of a name inside a listed module that is not in the module's list of names.
 
-        It may be a listed name, reached through a submodule.
+        It may be a listed name that a program reaches through a submodule.
         """
         new, names = self._modules[module]
         inside = old.removeprefix(f"{module}.")
@@ -649,12 +648,12 @@ def table(group: Group) -> list[tuple[str, str, str]]:
 
 
 def gone() -> dict[str, str]:
-    """Return the names without a successor, each with the reason."""
+    """Return the old names without a successor in raysgd, each with the reason."""
     return dict(_GONE)
 
 
 def renamed() -> dict[str, str]:
-    """Return the renamed names, each with its current name."""
+    """Return the old names that were renamed, each with its current name."""
     return {**_RENAMED, **_RENAMED_TRAIN}
 
 

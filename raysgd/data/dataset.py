@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 class Dataset:
     """Samples in batches, for `TorchTrainer.train(dataset=...)`. Batches are dealt to the workers round-robin.
 
-    A list or another iterable repeats indefinitely, so pass `num_steps` to `train`: an epoch over `len(data)` samples
+    A list or another iterable repeats indefinitely, so pass `num_steps` to `train`. An epoch over `len(data)` samples
     has `len(data) / (num_workers * batch_size)` steps. A call of `train` continues where the previous call with the
-    same dataset stopped. After a failure, it starts with the first sample.
+    same dataset stopped. After a failure, it restarts at the first sample.
 
     Args:
         data: An iterable that can be iterated repeatedly, a function without arguments that returns an iterable, or a
@@ -44,7 +44,7 @@ class Dataset:
     """
 
     keeps_position = True
-    """Workers continue with their shards in the next call of `train`."""
+    """Tells trainers that each worker continues its shard in the next call of `train` instead of restarting it."""
 
     def __init__(
         self,

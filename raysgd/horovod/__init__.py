@@ -3,7 +3,7 @@
     python -m raysgd.horovod.install
 
 Horovod's last release does not build with a recent PyTorch. The command fetches its source package, patches the few
-lines that prevent this, builds it with Gloo, and caches the result, so that it is built only once. Horovod is used
-elsewhere: `raysgd.core.connections.horovod` connects workers, and `raysgd.torch.parallel.horovod_parallel` averages
-gradients.
+lines that prevent this, builds it with Gloo, and caches the result, so that it is built only once. This package only
+installs Horovod. `raysgd.core.connections.horovod` connects workers with it, and
+`raysgd.torch.parallel.horovod_parallel` averages gradients.
 """

@@ -20,12 +20,12 @@ from raysgd.horovod import recipe
 
 _NEEDED = {"cloudpickle": "cloudpickle", "packaging": "packaging", "psutil": "psutil", "yaml": "pyyaml"}
 _TAIL_LINES = 25
-# Starts a group of one process, to check that the library loads, matches this PyTorch, and starts.
+# Program that starts Horovod with a single process, to check that it loads, matches this PyTorch, and starts.
 _PROBE = "import horovod.torch as hvd; hvd.init(); assert hvd.size() == 1 and hvd.gloo_built(); hvd.shutdown()"
 
 
 class InstallError(Exception):
-    """A requirement is missing or a step failed. The message says which, and what to do."""
+    """A requirement is missing, or a step of the installation failed. The message says which, and what to do."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def install(*, force: bool = False) -> None:
         force: True to always build and install Horovod.
 
     Raises:
-        InstallError: A requirement is missing, or a step failed.
+        InstallError: A requirement is missing, or a step of the installation failed.
     """
     target = find_target()
     version = f"{recipe.VERSION}+{recipe.local_version(target, os.environ)}"
@@ -93,7 +93,7 @@ def installed_version() -> str | None:
 
 
 def probe() -> str | None:
-    """Start Horovod in a separate process. Return its last output if that failed, else None."""
+    """Start Horovod in a separate process. Return None on success, else the end of the process's output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     if os.path.exists("/sys/class/net/lo"):
         environment["HOROVOD_GLOO_IFACE"] = "lo"
@@ -102,7 +102,7 @@ def probe() -> str | None:
 
 
 def build(target: recipe.Target, folder: Path) -> Path:
-    """Fetch, patch and build the source. Return the path of the wheel in `folder`."""
+    """Fetch, patch and build Horovod's source. Move the wheel into `folder`, which is in the cache; return its path."""
     cmake = _find_tools()
     with tempfile.TemporaryDirectory(prefix="raysgd-horovod-") as scratch:
         source = fetch(Path(scratch))
@@ -149,7 +149,7 @@ def mend_all(source: Path) -> None:
 
 
 def keep(wheel: Path, folder: Path) -> Path:
-    """Move the wheel into the cache atomically, so that concurrent builds do no harm."""
+    """Move the wheel into the cache folder atomically, so that concurrent builds do not interfere."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / f"{wheel.name}.{os.getpid()}"
     shutil.copyfile(wheel, copy)
@@ -164,7 +164,7 @@ def say(text: str) -> None:
 
 
 def _find_tools() -> str:
-    """Return the CMake to use, after checking that all other tools are available."""
+    """Return the path of the CMake to use, after checking that all other build tools are available."""
     candidates = [os.environ.get("HOROVOD_CMAKE"), str(Path(sys.executable).parent / "cmake"), shutil.which("cmake")]
     versions = {path: _answer(path) for path in candidates if path and shutil.which(path)}
     missing = recipe.missing_tools(lambda name: shutil.which(name) is not None, versions)

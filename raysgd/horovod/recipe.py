@@ -21,8 +21,8 @@ class Mend:
     Attributes:
         path: The file in the source package.
         old: The text to replace. It must occur exactly once.
-        new: The replacement.
-        reason: Why the text is replaced.
+        new: The text that replaces `old`.
+        reason: Why the patch is needed.
     """
 
     path: str
@@ -117,13 +117,14 @@ _DEFAULTS = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
 }
-# Variables that control how Horovod is built. Other variables with this prefix are for running processes.
+# Environment variables that control how Horovod is built. Other variables that start with HOROVOD_ affect processes
+# that run it, and are not part of the cache key.
 _OPTIONS = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CUDA|NCCL|ROCM|BUILD|CPU|ALLOW|DEBUG)(_|$)")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The system and PyTorch that Horovod is built for.
+    """The Python, platform and PyTorch that Horovod is built for.
 
     Attributes:
         python: Python tag, such as "cp311".
@@ -174,7 +175,7 @@ def build_environment(
 
 
 def local_version(target: Target, environment: Mapping[str, str]) -> str:
-    """Return the local part of the version to build. It changes with everything that affects the build."""
+    """Return the local part of the wheel's version, a hash of everything that affects the build."""
     text = repr((VERSION, MENDS, target, options(target, environment)))
     return f"raysgd.{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
@@ -190,7 +191,7 @@ def cache_folder(environment: Mapping[str, str], home: str) -> str:
 
 
 def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[str, str]) -> list[str]:
-    """Return the tools that the build needs but this machine lacks, each with advice.
+    """Return a message for each tool that the build needs but this machine lacks, with advice.
 
     Args:
         has_command: Returns True if a command exists.
@@ -209,7 +210,7 @@ def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[st
 
 
 def usable_cmake(cmake_versions: Mapping[str, str]) -> str | None:
-    """Return the first CMake with a suitable version, or None."""
+    """Return the path of the first CMake with a suitable version, or None."""
     for path, text in cmake_versions.items():
         found = re.search(r"version (\d+)\.(\d+)", text)
         if found and MIN_CMAKE <= (int(found[1]), int(found[2])) < TOO_NEW_CMAKE:

@@ -1,6 +1,6 @@
-"""Folders on disk, or in a store such as S3, Google Cloud Storage or Azure.
+"""Folders on disk, or in a store: remote object storage such as S3, Google Cloud Storage or Azure.
 
-Wherever it is, a `Folder` guarantees:
+A `Folder` guarantees, wherever it is:
 
 * Files are written atomically. If a writer is killed, the previous file remains.
 * Several processes can `upload` files into `folder.staged(name)`. They become the folder `name` when one process calls

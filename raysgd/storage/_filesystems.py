@@ -15,16 +15,16 @@ _AZURE = ("abfs", "abfss", "az")
 _IN_BUCKETS = ("s3", "gs", "gcs", *_AZURE)
 _NAMED = ", ".join(f"`{scheme}`" for scheme in sorted({*_NATIVE, *_AZURE}))
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
-_IS_FOLDER = {"hdi_isfolder": "true"}  # metadata with which Azure and its tools mark an empty folder
-_RETRIES_OF_GCS = "retry_limit_seconds"  # without this option, a failing operation would take up to 15 minutes
+_IS_FOLDER = {"hdi_isfolder": "true"}  # metadata by which Azure recognizes a blob as an empty folder
+_RETRIES_OF_GCS = "retry_limit_seconds"  # URI option; by default, Google's client retries for up to 15 minutes
 _TRIES_OF_S3 = 3  # attempts per request before raysgd retries the whole operation
-_SILENCE_S = 3.0  # time without an answer after which S3's client gives up a request
+_SILENCE_S = 3.0  # seconds without an answer after which S3's client abandons a request
 _SWITCHES = {"true": True, "false": False}
 _PURPOSE = "storage other than a local disk"
 
 
 def is_whole_at_close(filesystem: Any) -> bool:
-    """Return True if a file in this file system becomes visible only when it is closed."""
+    """Return True if a file in this file system becomes visible only when its writer closes it."""
     return _kind(filesystem) in _WHOLE_AT_CLOSE
 
 
@@ -90,9 +90,9 @@ def opened(uri: str, limit_s: float = 60.0) -> tuple[Any, str]:
     """Return the `pyarrow.fs.FileSystem` for a URI and the path in it. Results are cached to reuse connections.
 
     Args:
-        uri: The URI.
-        limit_s: Seconds after which an operation should fail if nothing answers. Used if the file system has such a
-            setting.
+        uri: URI of a folder or file in the store.
+        limit_s: Seconds after which an operation should fail if the store does not answer. Ignored if the file system
+            has no such setting.
 
     Raises:
         Exception: The file system cannot be created.

@@ -25,7 +25,7 @@ _ADVICE = "Check that the disk is mounted and that you may write there, or use a
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalFolder(Folder):
-    """A folder on disk.
+    """A folder on a disk of this machine. The methods are documented in `Folder`.
 
     Attributes:
         local_path: Absolute path of the folder.
@@ -171,7 +171,10 @@ def _rename_to_new(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _telling(doing: str) -> Iterator[None]:
-    """Convert disk errors in the block to a `StorageError` that says what was being done."""
+    """Convert disk errors in the block to a `StorageError`.
+
+    `doing` describes the operation, such as "write `a.txt`".
+    """
     try:
         yield
     except (FileNotFoundError, StorageError):

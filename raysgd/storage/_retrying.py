@@ -72,7 +72,7 @@ def retried(
     Args:
         attempt: Performs the operation.
         doing: Description of the operation for the log, such as "read `s3://bucket/file`".
-        total_s: Time limit in seconds after the first attempt. No attempt starts later.
+        total_s: Seconds from the start of the first attempt after which no further attempt starts.
         clock: Returns the time in seconds.
         sleep: Sleeps for a number of seconds.
 
@@ -115,7 +115,13 @@ def in_short(error: BaseException) -> str:
 
 
 def storage_error(doing: str, error: BaseException, advice: str) -> StorageError:
-    """Create the error that users see. Its message says what failed, why, and what to do."""
+    """Create the error that users see. Its message says what failed, why, and what to do.
+
+    Args:
+        doing: Description of the failed operation, such as "read `s3://bucket/file`".
+        error: The original error.
+        advice: What the user can do. Ignored if the disk or the quota is full, for which there is specific advice.
+    """
     told = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
     told.errno = _number(error)
     return told

@@ -1,11 +1,11 @@
 """Folders in a store. Temporary failures are retried, and errors say what to do.
 
-A folder is committed by a marker file that is written last. The marker of `name` is the file `.complete-name` next to
-the folder. A single listing therefore shows which folders are committed, and a folder contains only the user's files
-and hidden lists of checksums. Files are staged in their final location, because stores cannot rename, only copy.
+To commit a folder `name`, a marker file `.complete-name` is written next to it after all files. A single listing
+therefore shows which folders are committed, and a folder contains only the user's files and hidden lists of checksums.
+Files are staged in their final location, because stores cannot rename, only copy.
 
-A list of checksums is a file `.raysgd-sums-*` in a staged folder, with the XXH128 checksum of each file in one upload.
-It omits files whose names start with a dot, because these are metadata that may be replaced later.
+A list of checksums is a file `.raysgd-sums-*` in a staged folder. Each upload writes one, with the XXH128 checksum of
+each uploaded file. It omits files whose names start with a dot, because these are metadata that may be replaced later.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StoreFolder(Folder):
-    """A folder in a store. Some private methods treat the path as a file.
+    """A folder in a store. The methods are documented in `Folder`. Some private methods use `path` as a file's path.
 
     Attributes:
-        root: The URI that was opened.
+        root: The URI that was passed to `open_folder`.
         given: A file system that the user created. None to use the file system of `root`.
-        base: The path in `given` that was opened.
+        base: The path in `given` that was passed to `open_folder`.
         patience_s: For how many seconds failures are retried.
         inside: The folder's path relative to `root`.
-        is_staged: True if the folder will be committed, so uploaded files do not change any more.
+        is_staged: True for a staging folder. Its files must not change after they were uploaded.
     """
 
     is_local = False
@@ -73,7 +73,7 @@ class StoreFolder(Folder):
 
     @property
     def _opened(self) -> tuple[Any, str]:
-        """The file system, and the path in it that was opened."""
+        """The file system, and the path of `root` in it."""
         if self.given is not None:
             return self.given, self.base
         return self._ask(f"open `{self}`", partial(_filesystems.opened, self.root, self.patience_s))
@@ -129,7 +129,10 @@ class StoreFolder(Folder):
             return (self / name)._send(file)
 
     def _list(self, sums: Mapping[str, str]) -> None:
-        """Write a list of checksums for uploaded files that do not change any more, if the folder is staged."""
+        """In a staging folder, write a list of the checksums of uploaded files.
+
+        Omit files that may be replaced later.
+        """
         lasting = {name: checksum for name, checksum in sums.items() if not _base(name).startswith(".")}
         if self.is_staged and lasting:
             self.write(f"{_LIST}{secrets.token_hex(8)}", json.dumps(lasting).encode())
@@ -144,7 +147,10 @@ class StoreFolder(Folder):
         _transfers.on_threads(lambda name: self._fetch_to(name, target / name, sums.get(name, ())), files)
 
     def _listed_sums(self, lists: list[str]) -> dict[str, set[str]]:
-        """Read lists of checksums. Return the checksums by file. A file that was uploaded repeatedly has several."""
+        """Read lists of checksums.
+
+        Return the checksums of each file. A file that was uploaded repeatedly has several.
+        """
         found: dict[str, set[str]] = {}
         for path, content in _transfers.on_threads(self.read, lists).items():
             try:
@@ -211,10 +217,10 @@ class StoreFolder(Folder):
     # ------------------------------------------------------------------------------------------------ questions
 
     def _ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
-        """Perform a store operation with retries. Convert errors to a `StorageError` that says what was being done.
+        """Perform a store operation with retries. Convert errors to a `StorageError` that describes the operation.
 
         Args:
-            doing: Description of the operation.
+            doing: Description of the operation, such as "read `s3://bucket/file`".
             attempt: Performs the operation.
             reads: Whether to let a `FileNotFoundError` through unchanged.
         """
@@ -240,7 +246,7 @@ class StoreFolder(Folder):
 
         def content() -> Iterator[bytes]:
             nonlocal checksum
-            checksum = _transfers.new_checksum()  # each attempt reads the file from its beginning
+            checksum = _transfers.new_checksum()  # start over, because each attempt reads the file from its beginning
             for piece in _transfers.pieces(file):
                 checksum.update(piece)
                 yield piece
@@ -306,7 +312,7 @@ class StoreFolder(Folder):
 
 
 def _from(top: str, path: str) -> str:
-    """Return a path relative to the folder `top`. A path outside the folder becomes one that `lies_inside` rejects."""
+    """Return a path relative to the folder `top`. For a path outside, return a path that `lies_inside` rejects."""
     return path.removeprefix(f"{top}/") if not top or path.startswith(f"{top}/") else f"../{path}"
 
 

@@ -17,12 +17,12 @@ from raysgd.exceptions import OnFailure
 TEMPORARY = ".raysgd-"  # must match `raysgd.core.files`, which also removes old files with this prefix
 _PIECE_BYTES = 8 * 2**20
 _NUM_THREADS = 8
-_AWAITED_PIECES = 10  # pieces between flushes; equals eight parts of an S3 upload, which PyArrow sends concurrently
+_AWAITED_PIECES = 10  # number of pieces between flushes: as much as eight parts, which PyArrow uploads concurrently
 
 T = TypeVar("T")
 
 Pieces = Callable[[], Iterator[Any]]
-"""Yields a file's content in pieces. Called anew for each attempt."""
+"""Function that returns an iterator over a file's content, in pieces. It is called for each attempt."""
 
 # ---------------------------------------------------------------------------------------------------- on this machine
 
@@ -78,7 +78,10 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def placing(target: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that is renamed to `target` at the end of the block. It is not flushed to the disk."""
+    """Open a temporary file for writing, and rename it to `target` at the end of the block.
+
+    The file is not flushed to the disk.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
     with OnFailure(lambda: temporary.unlink(missing_ok=True)):
@@ -108,8 +111,8 @@ def pieces(file: IO[bytes]) -> Iterator[bytes]:
 def send(fs: Any, content: Pieces, path: str) -> None:
     """Send a file to a store in which files become visible when they are closed.
 
-    Closing a stream creates a file from the pieces sent so far, even after Ctrl-C. Therefore, a separate thread, which
-    Ctrl-C does not interrupt, sends the whole file.
+    If Ctrl-C interrupted the transfer, closing the stream would create a file from the pieces sent so far. Therefore, a
+    separate thread, which Ctrl-C does not interrupt, sends the whole file.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="raysgd-storage") as pool:
         pool.submit(_send, fs, content, path).result()
@@ -143,10 +146,10 @@ def fetch(fs: Any, path: str, target: IO[bytes], checksums: Collection[str] = ()
     """Fetch a file from a store.
 
     Args:
-        fs: The file system.
-        path: Path of the file.
+        fs: The store's file system.
+        path: Path of the file in `fs`.
         target: Local file to write the content to.
-        checksums: Acceptable checksums. Empty if the checksum is unknown.
+        checksums: The file's valid checksums, of which it must have one. Empty to skip this check.
 
     Raises:
         OSError: The content's size differs from the size that the store reports, or its checksum is wrong.

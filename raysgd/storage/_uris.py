@@ -1,6 +1,6 @@
-"""Locations as strings: paths on disk, and URIs of stores.
+"""Parses locations given as strings: paths on disk, and URIs of stores.
 
-The part after the bucket is taken literally, as in the stores' command-line tools: `%20` is three characters. Only
+The path in a store's URI is taken literally, as in the stores' command-line tools: `%20` is three characters. Only
 `file://` URIs are percent-decoded.
 """
 
@@ -20,7 +20,7 @@ LOCAL_SCHEMES = ("file", "local")
 
 
 def checked_text(name: str, location: Any) -> str:
-    """Return a location as a string. Restore the slashes of URIs that `pathlib` has collapsed.
+    """Return a location as a string. `pathlib` turns `s3://a` into `s3:/a`; restore the slash.
 
     Raises:
         TypeError: `location` is neither a string nor a path.

@@ -1,4 +1,4 @@
-"""Single files at any location, for the trainers' `save` and `load`. The driver process reads and writes them."""
+"""Reads and writes single files on disk or in a store, for the trainers' `save` and `load`. Used in the driver."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def is_uri(location: Any) -> bool:
 
 
 def absolute(location: str | os.PathLike[str]) -> str:
-    """Make a location absolute, so that it stays valid if the program changes its working directory."""
+    """Make a path absolute, so that it stays valid if the program changes its working directory. Return URIs as is."""
     text = _uris.checked_text("path", location)
     return text if _uris.scheme_of(text) is not None else os.path.join(os.getcwd(), text)
 
@@ -96,7 +96,7 @@ def shown(location: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def state_is_kept() -> Iterator[None]:
-    """Append to a `StorageError` from the block that the trainer still has its state."""
+    """If the block raises a `StorageError`, add to its message that the trainer still has its state."""
     try:
         yield
     except StorageError as error:

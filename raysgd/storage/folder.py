@@ -10,10 +10,11 @@ from typing import IO, Any
 
 
 class Folder(ABC):
-    """A folder on disk or in a store. `open_folder` returns it. It is picklable and connects to the store on first use.
+    """A folder on disk or in a store such as S3. Create it with `open_folder`.
 
-    Names of files and folders are relative to the folder, and may contain slashes. If a file or folder is missing,
-    methods raise `FileNotFoundError`. For all other failures, they raise `StorageError`, an `OSError`.
+    A folder can be pickled, and connects to its store on first use. Names of files and folders are relative to the
+    folder, and may contain slashes. If a file or folder is missing, methods raise `FileNotFoundError`. For all other
+    failures, they raise `StorageError`, an `OSError`.
 
     Examples:
         >>> import tempfile
@@ -104,14 +105,14 @@ class Folder(ABC):
 
     @abstractmethod
     def delete(self) -> None:
-        """Delete the folder and its content. If the folder was committed, revoke the commit first."""
+        """Delete the folder and its content. If it was committed, it first stops being listed by `committed`."""
 
     @abstractmethod
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
         """Copy the content of a local folder into this folder. Each file is written atomically.
 
         Args:
-            source: The local folder.
+            source: The local folder whose content to copy.
             without: Relative paths of files to exclude.
 
         Raises:
@@ -162,10 +163,11 @@ class Folder(ABC):
 
     @abstractmethod
     def staged(self, name: str) -> Folder:
-        """Return the staging folder for `name`. `commit` turns it into the folder `name`. Use each name only once.
+        """Return the staging folder for `name`, to which you write files before you call `commit(name)`.
 
-        In a store, uploaded files must not change later, because `download` verifies their checksums. Only files whose
-        names start with a dot may be replaced.
+        `commit` turns it into the folder `name`. Use each name only once. In a store, do not replace files after you
+        have written them, because `download` verifies their checksums. Only files whose names start with a dot may be
+        replaced.
         """
 
     @abstractmethod
@@ -196,7 +198,7 @@ class Folder(ABC):
 
 
 def check_name(name: str) -> str:
-    """Return the name after checking that it lies inside a folder.
+    """Return the name after checking that it cannot lead out of a folder.
 
     Raises:
         ValueError: The name is empty, absolute, or leads out of the folder.

@@ -58,10 +58,10 @@ class StreamFile(NamedTuple):
         return f"{self.folder.path}/{self.name}"
 
     def version(self, has_digest: bool) -> str:
-        """Return a version string of the content, or "" if it is unknown.
+        """Return a string that changes if the file changes, or "" if it cannot be determined.
 
-        With `has_digest`, it consists of the size and a digest of the first and last bytes. Otherwise, it is the size
-        of a local file, and unknown for a file in a store.
+        With `has_digest`, the string consists of the size and a digest of the first and last bytes. Otherwise, it is
+        the size for a local file, and "" for a file in a store.
         """
         try:
             if not has_digest:
@@ -72,7 +72,7 @@ class StreamFile(NamedTuple):
                 content.seek(max(0, size - _NUM_BYTES))
                 return f"{size} {blake2b(begin + content.read(_NUM_BYTES), digest_size=8).hexdigest()}"
         except (FileNotFoundError, IsADirectoryError, PermissionError):
-            return ""  # reading the file will raise the error
+            return ""  # the error will be raised when the file is read
 
 
 class FileStream(Stream):
@@ -97,7 +97,7 @@ class FileStream(Stream):
 
     @cached_property
     def files(self) -> list[StreamFile]:
-        """The files. They are looked up on first access only.
+        """The stream's files. The paths are resolved to files on first access only.
 
         Raises:
             FileNotFoundError: No file was found for one of the paths.
@@ -106,7 +106,7 @@ class FileStream(Stream):
 
     @cached_property
     def versions(self) -> list[str]:
-        """The version of each file. Up to 64 evenly spaced files have a digest."""
+        """`StreamFile.version` of each file. Up to 64 evenly spaced files have a digest."""
         chosen = {file.shard for file in self.files[:: -(-len(self.files) // _NUM_DIGESTS)]}
         found = on_threads(lambda name: self._by_shard[name].version(name in chosen), self._by_shard)
         return [found[file.shard] for file in self.files]
@@ -122,7 +122,10 @@ class FileStream(Stream):
 
     @abstractmethod
     def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """Return a file's rows from row `start` on. Rows for which `is_needed` is false may have any value."""
+        """Yield a file's rows from row `start` on.
+
+        A row for which `is_needed(row number)` is False is ignored, so any value may be yielded in its place.
+        """
 
     @cached_property
     def _by_shard(self) -> dict[str, StreamFile]:
@@ -131,7 +134,8 @@ class FileStream(Stream):
     def _found(self, path: str) -> list[StreamFile]:
         parent, name = _divided(path)
         is_pattern = any(each in name for each in "*?[")
-        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):  # Spark writes `x.parquet/`
+        # A folder may have the ending of a file: Spark writes folders `x.parquet/`.
+        if not is_pattern and name.endswith(self.endings) and not os.path.isdir(path):
             return [StreamFile(open_folder(parent, argument="paths"), name)]
         if not is_pattern and is_local(path) and os.path.isfile(path):
             known = " or ".join(map(repr, self.endings))
@@ -157,7 +161,7 @@ def _divided(path: str) -> tuple[str, str]:
 
 
 class _Lines(FileStream):
-    """Yields non-empty lines, as bytes."""
+    """Yields the non-empty lines of text files, as bytes."""
 
     endings = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 
@@ -170,14 +174,18 @@ class _Lines(FileStream):
 class JSONLinesStream(_Lines):
     """Reads JSON lines. Each non-empty line, parsed with `json.loads`, is a row. Files may be gzip-compressed.
 
-    Arguments and errors are the same as for `FileStream`. To resume at a row, a file is read from its beginning.
+    Arguments and errors are the same as for `FileStream`. To resume at a row, the row's file is read from its
+    beginning.
     """
 
     def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         return map(json.loads, super().open_some(shard, start, is_needed))
 
     def _pipeline(self) -> Pipeline:
-        """Return the lines with parsing as a step, so that a line that cannot be parsed does not affect the next."""
+        """Return a pipeline that reads lines and parses them in a separate step.
+
+        A line that cannot be parsed can then be skipped without affecting the lines after it.
+        """
         if type(self) is not JSONLinesStream:  # a subclass may produce its rows differently
             return super()._pipeline()
         return Pipeline(_Lines(self._paths), (RowStep(json.loads, is_filter=False, is_seeded=False),))
@@ -187,8 +195,8 @@ class TarStream(FileStream):
     """Reads tar files. Consecutive members whose names are equal up to the first dot form a row, a dict of bytes.
 
     `a/0.jpg` and `a/0.cls` become `{"__key__": "a/0", "jpg": b"...", "cls": b"..."}`. Decode rows with `map`. Tar files
-    may be compressed. In uncompressed files, samples before the position are skipped without reading their content.
-    Arguments and errors are the same as for `FileStream`.
+    may be compressed. To resume at a row of an uncompressed file, the rows before it are skipped without reading their
+    content. Arguments and errors are the same as for `FileStream`.
     """
 
     endings = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -356,7 +364,12 @@ def _lengths(table: Any) -> list[int]:
 
 
 def _num_at_once(num_bytes: int, num_rows: int) -> int:
-    """Return how many rows to convert at a time. The number is low, because each of many lanes holds such rows."""
+    """Return how many rows of a table to convert at a time: about 1 MiB, because each of many lanes buffers as many.
+
+    Args:
+        num_bytes: Size of the table in bytes.
+        num_rows: Number of rows in the table.
+    """
     return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * num_rows // max(1, num_bytes)))
 
 
@@ -382,7 +395,7 @@ def _rows_of_batch(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _values(column: Any) -> Any:
-    """Return a column's values by row. The type of a value must not depend on neighboring rows."""
+    """Convert a column to a sequence with one value per row. A value's type must not depend on neighboring rows."""
     types = require("pyarrow.types", "storage", "`TableStream`")
     if not types.is_fixed_size_list(column.type) or not types.is_primitive(column.type.value_type):
         return column.to_pylist()

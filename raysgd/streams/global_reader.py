@@ -1,8 +1,10 @@
-"""Reads one worker's part of a pass's global batches, from any position and in a group of any size.
+"""Reads one worker's part of each global batch in a pass, from any position and in a group of any size.
 
-If shard lengths are unknown, or a filter drops rows, only the reader of a lane knows where the lane ends. Therefore,
-one rank watches each lane. After each global batch, all ranks all-reduce what they see in their lanes, so that all deal
-the same rows. They also share the positions of their lanes, so that no position is lost with a rank.
+To deal means to decide how many rows each lane contributes to a global batch. All ranks deal independently and must get
+the same result. If shard lengths are unknown, or a filter drops rows, only a rank that reads a lane knows where the
+lane ends. Therefore, each lane is watched by one rank, which looks ahead in it. After each global batch, all ranks
+all-reduce what they found in the lanes that they watch. They also share the lanes' positions, so that no position is
+lost with a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
 """Starts an all-reduce sum. Returns a function that waits for it and returns the result."""
-_NUM_SHOWN = 2  # batch normalization raises an error for a single row
+_NUM_SHOWN = 2  # number of padding rows; two, because batch normalization raises an error for a single row
 
 
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
@@ -30,14 +32,14 @@ def alone(numbers: Numbers) -> Callable[[], Numbers]:
 
 
 class LaneEnds:
-    """Tracks where lanes end.
+    """Tracks how many rows were dealt from each lane, and where lanes end.
 
-    If shard lengths are unknown, the ranks look ahead in their lanes and share what they see. The shared information
-    may be some global batches old.
+    If shard lengths are unknown, each rank looks ahead in the lanes that it watches and shares what it sees. The shared
+    information may be some global batches old.
 
     Args:
-        of_pass: The pass.
-        begin: Position at which the pass is opened.
+        of_pass: The pass over the stream.
+        begin: Position at which reading starts.
         watched: The lanes that this rank watches.
         start_sum: Starts an all-reduce sum.
 
@@ -54,7 +56,7 @@ class LaneEnds:
         if self._is_known:
             self.counts, self._turn = of_pass.dealt(begin.num_rows)
             self._seen_to = of_pass.lengths
-        self._is_dry = [self._is_known] * num_lanes  # True if a lane has no rows beyond the seen rows
+        self._is_dry = [self._is_known] * num_lanes  # True for a lane without rows beyond those that were seen
         self._known_at: Sequence[int] = self.counts
         self._known = begin.lanes or (LanePosition(),) * num_lanes
         self._told: deque[tuple[Sequence[int], int, Callable[[], Numbers]]] = deque()
@@ -76,7 +78,7 @@ class LaneEnds:
         return self._is_dry, self._seen_to, self.counts
 
     def see(self, counts: Sequence[int], num_rows: int, found: Sequence[tuple[int, LanePosition]]) -> None:
-        """Report what this rank sees after a global batch. All ranks must call this at the same point in the pass.
+        """Share what this rank sees after a global batch. All ranks must call this at the same point in the pass.
 
         Args:
             counts: Number of rows dealt from each lane up to this point.
@@ -89,7 +91,7 @@ class LaneEnds:
         self._told.append((counts, num_rows, self._start_sum(numbers)))
 
     def hear(self) -> None:
-        """Wait for the pending reports of all ranks and process them."""
+        """Wait for the results of all pending calls of `see` and process them."""
         while self._told:
             counts, num_rows, wait = self._told.popleft()
             num_left, *lanes = wait().T.tolist()
@@ -100,12 +102,12 @@ class LaneEnds:
                 self._known_at, self._known = counts, tuple(LanePosition(*each) for each in zip(*lanes, strict=True))
 
     def deal(self, num_rows: int, look: Callable[[int], None]) -> DealtRows:
-        """Deal `num_rows` rows, or fewer at the end of the pass.
+        """Decide which lanes provide the next `num_rows` rows, or fewer rows at the end of the pass.
 
         Args:
-            num_rows: Number of rows to deal.
-            look: Looks ahead in each lane by a given number of rows and calls `see`. Called if a few lanes must provide
-                more rows than have been seen.
+            num_rows: Number of rows in the global batch.
+            look: Looks ahead in each watched lane by a given number of rows and calls `see`. Called if a lane must
+                provide more rows than have been seen in it.
         """
         self.hear()
         while True:
@@ -123,12 +125,12 @@ class LaneEnds:
         return dealt
 
     def position(self) -> StreamPosition:
-        """Return the current position in the pass, based on the reports processed so far."""
+        """Return the position after the rows dealt so far, based on the information processed by `hear` so far."""
         return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
     @property
     def places(self) -> Sequence[Place]:
-        """The current place in each lane."""
+        """The place in each lane after the rows dealt so far."""
         return self.counts if self._is_known else self._lanes
 
     @property
@@ -149,16 +151,21 @@ class Shares(Protocol):
         """Number of rows in a full global batch."""
 
     def parts(self, num_samples: int, rank: int) -> Sequence[tuple[int, int, int]]:
-        """Return the batches of worker `rank` in a global batch: `(start, stop, rows of all workers at that time)`."""
+        """Return a worker's batches in a global batch of `num_samples` rows.
+
+        Each batch is `(start, stop, total)`. `start` and `stop` limit the worker's rows within the global batch.
+        `total` is the number of rows that all workers process at the same time as this batch.
+        """
 
 
 class StreamBatch(NamedTuple):
-    """A batch of one worker. It is the worker's whole part of a global batch, or a micro-batch of that part.
+    """A batch of one worker: the worker's whole part of a global batch, or a micro-batch of that part.
 
     Attributes:
         start: Index of the first row in the global batch.
-        batch: The collated batch. A worker without rows gets repeated rows, which do not count, or None.
-        num_rows: Number of rows that count.
+        batch: The collated batch. If the worker has no rows in the global batch, this is padding, made of repeated rows
+            that do not count; or None without padding.
+        num_rows: Number of rows that count, which excludes padding.
         num_global: Number of rows that all workers process at the same time.
         is_first: True for the worker's first batch of the global batch.
         is_last: True for the worker's last batch of the global batch.
@@ -190,14 +197,14 @@ class GlobalReader:
     """Yields the batches of one worker.
 
     Args:
-        of_pass: The pass.
+        of_pass: The pass over the stream.
         shares: Splits global batches among workers.
         rank: The worker's rank in this split.
         begin: Position at which to start.
         watched: The lanes that the worker watches.
         open_loading: Returns a `BatchLoader`. Called when the first batch is needed.
         start_sum: Starts an all-reduce sum. Used only if lengths are unknown.
-        pad: Whether a worker without rows in a global batch repeats other rows. True in training.
+        pad: Whether a worker without rows in a global batch gets padding. True in training.
     """
 
     _loading: BatchLoader
@@ -220,7 +227,7 @@ class GlobalReader:
         self._is_over = False
         self._has_rows, self._last_batch = False, None
         self._ordered: deque[_GlobalBatch] = deque()
-        self._num_orders = 0  # orders that the loader has not answered yet
+        self._num_orders = 0  # number of requests that the loader has not answered yet
         self._made: deque[MadeBatches] = deque()
 
     def __iter__(self) -> Iterator[StreamBatch]:
@@ -237,7 +244,7 @@ class GlobalReader:
                 if not self._ordered:
                     return
                 whole, made = self._ordered.popleft(), self._next_made()
-                if whole.num_seen:  # the all-reduce runs while the worker trains
+                if whole.num_seen:  # start the all-reduce now, so that it runs while the worker trains
                     self._ends.see(whole.counts, whole.num_seen, made.found)
                 if whole.ends_pass and self._stream.skips:  # the final position must count all skipped rows
                     self._ends.hear()
@@ -246,7 +253,10 @@ class GlobalReader:
 
     @property
     def _rows_ahead(self) -> int:
-        """Number of rows to look ahead after a global batch: enough until the result of the next look is available."""
+        """Number of rows to look ahead after a global batch.
+
+        It covers the batches dealt until the next result arrives.
+        """
         return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 
     def _deal(self) -> None:
@@ -275,7 +285,7 @@ class GlobalReader:
         return num_left is not None and num_left < (self._shares.global_size if stream.drop_last else 1)
 
     def _wanted(self, dealt: DealtRows, start: int, stop: int, num_global: int) -> list[LaneSlice]:
-        """Return the rows of a batch. If the worker has not had any rows yet, return some to serve as padding."""
+        """Return the rows of a batch as lane slices. If the worker has never had rows, return some rows for padding."""
         if start == stop:
             if self._has_rows or not self._pad:
                 return []
@@ -295,7 +305,7 @@ class GlobalReader:
         return self._made.popleft() if self._made else self._receive()
 
     def _look(self, num_rows: int) -> None:
-        """Look ahead in each lane, beyond all dealt rows, and report what this rank sees."""
+        """Look ahead in each watched lane, beyond all dealt rows, and share what this rank sees."""
         counts, places = self._ends.counts, self._ends.places
         while self._num_orders:
             self._made.append(self._receive())

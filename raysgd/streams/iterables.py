@@ -81,15 +81,19 @@ _IN_SHARDS = (
         "Repeat",
     ),
     *("SelectColumns", "ShuffledDataSources", "ShuffledDataSourcesArrow", "VerticallyConcatenatedMultiSources"),
-)  # sources that process each shard separately; `take`, `skip`, interleaving and indices count rows across all shards
+)
+# Names of the classes in `datasets` that process each shard separately. Other classes, such as those for `take` and
+# `skip`, count rows across all shards.
 
 
 class HuggingFaceStream(Stream):
-    """Reads a `datasets.IterableDataset` by its shards. A dataset that counts rows across shards is a single shard.
+    """Reads a `datasets.IterableDataset`. Each shard of the dataset is a shard of the stream.
 
-    Use `Stream.shuffle` instead of the dataset's own `shuffle`, which does not mix rows of different shards. If a
-    process has already read rows near the position, for example before another worker was lost, it resumes from the
-    dataset's `state_dict`. Any other process reads the shard from its beginning.
+    A dataset whose operations count rows across shards, such as `take` and `skip`, is a single shard. Use
+    `Stream.shuffle` instead of the dataset's own `shuffle`, which does not mix rows of different shards.
+
+    To resume in the middle of a shard, the shard is read from its beginning. If the process has already read rows near
+    that position, for example before another worker was lost, it resumes from the dataset's `state_dict` instead.
 
     Args:
         dataset: The result of `load_dataset(..., streaming=True)` or `dataset.to_iterable_dataset(num_shards=...)`.
@@ -136,7 +140,7 @@ class HuggingFaceStream(Stream):
         return (self._formatted(table) for table in part.iter(_ROWS_AT_ONCE))
 
     def _formatted(self, table: Any) -> list[Any]:
-        """Convert a table to rows as the dataset yields them. Row by row, this would take several times as long."""
+        """Convert a table to the rows that the dataset would yield, but several times as fast as row by row."""
         assert self._formatter is not None, "there are tables"
         if any(map(_has_nulls, table.columns)):  # row by row, because a null changes the type of its whole column
             return [self._formatter.format_row(table.slice(number, 1)) for number in range(len(table))]
@@ -149,7 +153,7 @@ class HuggingFaceStream(Stream):
 
     @cached_property
     def _formatter(self) -> Any:
-        """`datasets` formatter that converts tables to rows, or None if the dataset has no tables of plain values."""
+        """The object of `datasets` that converts tables to rows. None if the dataset has no tables of plain values."""
         try:
             form, tables = self._dataset._formatting, self._dataset._ex_iterable.iter_arrow
         except AttributeError:  # these private attributes are missing in other versions of the library

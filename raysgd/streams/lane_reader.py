@@ -1,6 +1,8 @@
-"""Reads, filters and shuffles the rows of lanes in one process, from any position. Reads each shard once.
+"""Reads, filters and shuffles the rows of lanes in one process, from any position.
 
-A `StreamPass` defines the lanes, computes positions in them, and opens a reader for each lane.
+A lane is one of the fixed row sequences through the stream's shards; see `raysgd.streams.lanes`. A `StreamPass` defines
+the lanes, computes positions in them, and opens a reader for each lane. Lanes that share a shard share one reading of
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def numbered_rows(
 
     Args:
         open_shard: Opens a shard at a row, like `Stream.open`.
-        shard: The shard.
+        shard: The shard to read.
         start: Number of the first row.
         skips: Whether to skip unreadable rows. After several consecutive unreadable rows, the rest of the shard is
             skipped.
@@ -52,7 +54,7 @@ def numbered_rows(
             for row in rows:
                 number, num_tries = number + 1, 0
                 if number == said:
-                    number += sum(1 for _ in rows)  # adds 0 unless the shard has changed
+                    number += sum(1 for _ in rows)  # count excess rows; there are none unless the shard has changed
                     if number > said:
                         break
                 yield number - 1, row
@@ -78,12 +80,12 @@ def numbered_rows(
 
 
 class OpenShards:
-    """Opens shards for the lanes of one process. Lanes that share a shard also share its reader.
+    """Opens shards for the lanes that one process reads. Lanes that share a shard also share its reader.
 
     Args:
         stream: Source of the rows.
         shards: The shards of `stream`.
-        lanes: Defines the parts of each lane.
+        lanes: Defines the parts of each lane. A part is the rows that a lane reads from one shard.
         expected: The lanes that this process reads.
         block: Number of rows that a lane reads at a time.
         skips: Whether to skip unreadable rows.
@@ -135,7 +137,8 @@ class OpenShards:
     def _new(self, part: LanePart, at: int) -> _Reading:
         ends = [parts[-1] for parts in map(self._lanes.all_parts.__getitem__, self._expected)]
         readers = {each.first for each in ends if each.shard == part.shard}
-        # Start early: other lanes may be some rows behind, because lanes read whole blocks and take turns.
+        # Start some rows earlier than requested, because the other lanes of this shard may be behind: lanes read whole
+        # blocks and take turns.
         start = max(0, (at // part.step - self._block) * part.step)
         num_kept = 2 * self._block + _NUM_KEPT
         reading = _Reading(part.step, start, readers, num_kept)
@@ -150,7 +153,7 @@ class OpenShards:
 
 
 class _Reading:
-    """One sequential reading of a shared shard. Rows are buffered until their lanes need them.
+    """One sequential reading of a shard that several lanes share. Rows are buffered until their lanes need them.
 
     Args:
         step: Distance between consecutive rows of a lane.
@@ -159,7 +162,7 @@ class _Reading:
         num_kept: Maximum number of buffered rows per lane.
 
     Attributes:
-        source: The rows from `start` on.
+        source: The shard's rows from row `start` on.
     """
 
     source: Iterator[Numbered]
@@ -170,7 +173,7 @@ class _Reading:
         self._next = start
 
     def is_needed(self, number: int) -> bool:
-        """Return True if rows are buffered for the lane of this row."""
+        """Return True if the row belongs to a lane for which rows are buffered."""
         return number % self._step in self._waiting
 
     def has(self, first: int, at: int) -> bool:
@@ -181,7 +184,7 @@ class _Reading:
         return self._next <= at <= self._next + self._num_kept * self._step
 
     def row(self, first: int, at: int) -> Numbered | None:
-        """Return row `at` of a lane, or None after the end of the shard."""
+        """Return row `at` of the shard for the lane whose first row is `first`. Return None at the end of the shard."""
         waiting = self._waiting.setdefault(first, deque())
         while waiting and waiting[0][0] < at:
             waiting.popleft()
@@ -202,7 +205,7 @@ class _Reading:
             return
         waiting.append(row)
         if len(waiting) > self._num_kept:
-            del self._waiting[first]  # the lane is too far behind; stop buffering for it
+            del self._waiting[first]  # the lane is too far behind, so stop buffering rows for it
 
 
 LaneRow: TypeAlias = tuple[int, int, Any]
@@ -212,15 +215,15 @@ LaneRow: TypeAlias = tuple[int, int, Any]
 class LaneReader:
     """Reads one lane, row by row.
 
-    Rows are shuffled block by block. A block's content and order depend only on its first row, so rereading a block
-    gives the same rows. Without shuffling, blocks have arbitrary sizes.
+    Rows are shuffled in blocks of consecutive rows. A block's content and order depend only on its first row, so
+    rereading a block gives the same rows in the same order. Without shuffling, blocks have arbitrary sizes.
 
     Args:
         parts: The parts of the lane.
         names: The shard name of each part.
         open_part: Opens a part at a row of its shard.
-        steps: The steps up to the last filter.
-        block: Number of rows that are shuffled together; 1 to not shuffle.
+        steps: The stream's `map` and `filter` steps up to the last filter.
+        block: Number of rows that are shuffled together. 1 to leave the order unchanged.
         position: Position at which to start.
         skips: Whether to skip rows for which a step fails.
 
@@ -255,7 +258,7 @@ class LaneReader:
         return self._blocks[0][0]._replace(skip=self._num_taken) if self._blocks else self._next_block
 
     def peek(self, num_rows: int) -> int:
-        """Return how many rows are left, but at most `num_rows`."""
+        """Return how many rows are left in the lane, but at most `num_rows`. This buffers the rows."""
         while (num_wanted := num_rows - len(self._waiting)) > 0 and self._read_block(num_wanted):
             pass
         return min(len(self._waiting), num_rows)
@@ -290,7 +293,7 @@ class LaneReader:
         return True
 
     def _from(self, position: LanePosition) -> Iterator[LaneRow]:
-        """Yield the rows from `position` on that pass the filters."""
+        """Yield the rows from `position` on that pass the filters, in reading order."""
         start, has_steps = position.row, bool(self._steps.steps)
         for number in range(position.part, len(self._parts)):
             for at, row in self._open_part(self._parts[number], start):
@@ -312,7 +315,10 @@ class LaneReader:
 
 
 Place: TypeAlias = int | LanePosition
-"""A place in a lane: the number of dealt rows if the position can be computed from it, otherwise the position."""
+"""A place in a lane.
+
+If shard lengths are known, the number of rows used from the lane so far. Otherwise, the position.
+"""
 
 
 @dataclass(frozen=True)
@@ -321,7 +327,7 @@ class StreamPosition:
 
     Attributes:
         num_rows: Number of rows in all global batches so far.
-        turn: The next turn. It determines from which lane to deal next.
+        turn: The next turn. Lanes take turns in a fixed order, so it determines which lane provides the next row.
         lanes: The position in each lane, or None if the positions can be computed from `num_rows`.
     """
 
@@ -340,10 +346,10 @@ class StreamPass:
     """One pass over a stream.
 
     Attributes:
-        stream: The stream.
+        stream: The stream, including its steps and its options for shuffling.
         shards: The stream's shards.
         pass_index: Index of the pass, from 0.
-        seed: The training's seed.
+        seed: Seed for shuffling, unless `Stream.shuffle` was called with a seed.
         num_lanes: Number of lanes.
     """
 
@@ -380,7 +386,7 @@ class StreamPass:
         return self.lanes.lengths(self._of_shards)
 
     def dealt(self, num_rows: int) -> DealtRows:
-        """Return the number of rows from each lane after `num_rows` rows in total. Requires known shard lengths."""
+        """Return how many of the first `num_rows` rows come from each lane. Requires known shard lengths."""
         return deal(num_rows, self.lengths, turn=0)
 
     def position(self, lane: int, place: Place) -> LanePosition:

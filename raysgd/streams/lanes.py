@@ -4,7 +4,8 @@ Shards are assigned to lanes in rounds, one shard per lane. In the last round, i
 neighboring lanes share a shard, and each reads every k-th row. All lanes therefore have about the same number of rows,
 however many shards there are.
 
-Global batches are dealt from the lanes in turn, row by row. This module computes with row counts only, not with data.
+The rows of a global batch are dealt from the lanes in turn, one row per lane. The lane with turn 0 provides the first
+row. This module computes with row counts only, not with data.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class LanePosition(NamedTuple):
 
     Attributes:
         part: Index of the current part of the lane.
-        row: Row number in the shard at which to start reading.
-        skip: Number of rows to skip from there, counted after filters and in shuffled order.
+        row: Row number in the part's shard at which to start reading.
+        skip: Number of rows to skip from that row on, counted after filters and in shuffled order.
         left_out: Number of rows of the lane before `row` that were skipped because of errors.
     """
 
@@ -63,8 +64,8 @@ class Lanes:
     Attributes:
         order: Indices of the shards, in the order of the pass.
         num_lanes: Number of lanes.
-        turns: Turn of each lane, which decides the order in which lanes take rows from a shared shard. Default: the
-            turns in which rows are dealt, which preserves the order of rows.
+        turns: Turn of each lane. Lanes that share a shard take its rows in the order of their turns. Default: the turns
+            in which rows are dealt, which preserves the order of rows.
 
     Examples:
         >>> lanes = Lanes(order=[0, 1, 2, 3, 4, 5], num_lanes=4)
@@ -98,7 +99,7 @@ class Lanes:
 
     @cached_property
     def all_parts(self) -> list[list[LanePart]]:
-        """The parts of each lane."""
+        """The parts of all lanes, by lane."""
         return [self.parts(lane) for lane in range(self.num_lanes)]
 
     def lengths(self, of_shards: Sequence[int]) -> list[int]:
@@ -109,7 +110,7 @@ class Lanes:
         """Return a lane's position after `count` rows. Requires that all shard lengths are known.
 
         Args:
-            lane: The lane.
+            lane: Index of the lane.
             count: Number of rows used from the lane.
             of_shards: Lengths of the shards.
             block: Number of rows that are shuffled together. A position consists of the start of a block and a number
@@ -127,9 +128,9 @@ class Lanes:
 
 
 def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
-    """Return the lanes that a worker watches. It trains on rows from these lanes and from a few other lanes.
+    """Return the lanes that a worker watches, to detect where they end. Each lane is watched by exactly one worker.
 
-    Each lane is watched by exactly one worker.
+    The worker trains on rows from these lanes and from a few other lanes.
 
     Raises:
         ValueError: There are more workers than lanes.
@@ -217,7 +218,7 @@ class LaneSlice(NamedTuple):
     """Consecutive rows of one lane in a global batch.
 
     Attributes:
-        lane: The lane.
+        lane: Index of the lane.
         start: First row, counted from the lane's first row in this global batch.
         stop: End of the rows (exclusive).
     """

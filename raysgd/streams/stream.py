@@ -15,7 +15,7 @@ from raysgd.core.numbers.seeds import digest
 from raysgd.exceptions import StreamError
 
 logger = logging.getLogger(__name__)
-_MOST_WARNINGS = 10  # per process
+_MOST_WARNINGS = 10  # maximum number of warnings about skipped rows per process
 
 
 class Shard(NamedTuple):
@@ -63,7 +63,7 @@ class Stream(ABC):
         """
 
     def open_some(self, shard: str, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
-        """Return the rows like `open`, but with any value in place of rows that this process does not need.
+        """Return a shard's rows, like `open`. Rows that this process does not need may be replaced with any value.
 
         This method is called for shards that several workers share. Override it if skipping a row is cheaper than
         reading it.
@@ -76,7 +76,7 @@ class Stream(ABC):
         return self.open(shard, start)
 
     def map(self, function: Callable[..., Any], *, seeded: bool = False) -> Pipeline:
-        """Replace each row by `function(row)`.
+        """Replace each row with `function(row)`.
 
         If the function draws random numbers, use `seeded`. Otherwise, a row that is reread, for example after a
         failure, may be transformed differently.
@@ -269,7 +269,7 @@ class RowStep(NamedTuple):
     """A function to call with each row.
 
     Attributes:
-        function: The user's function.
+        function: The function that the user passed to `map` or `filter`.
         is_filter: True if the function's result decides whether to keep the row. Otherwise, it replaces the row.
         is_seeded: True if the function also takes a random number generator.
     """
@@ -297,7 +297,7 @@ class RowSteps:
         """Apply all steps to a row. Return the result, or `DROPPED` if a filter drops the row.
 
         Args:
-            row: The row.
+            row: The row to process.
             shard: Name of the row's shard.
             number: The row's number in the shard.
 

@@ -15,7 +15,7 @@ from raysgd.testing.targets import controller_of
 
 @contextlib.contextmanager
 def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) -> Iterator[None]:
-    """Make the writes of `trainer.save` fail inside the block, as if the disk were full.
+    """Inside the block, make the writes of `trainer.save` fail as if the disk were full.
 
     Background writes (`blocking=False`) that start inside the block fail too; the block waits for them before it exits.
 
@@ -62,7 +62,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
 
 
 class _FullFile:
-    """A file that accepts a limited number of bytes."""
+    """Wraps a file. Raises `failure` once `num_left` bytes have been written."""
 
     def __init__(self, file: Any, num_left: int, failure: OSError) -> None:
         self._file, self._num_left, self._failure = file, num_left, failure

@@ -1,4 +1,4 @@
-"""Faults that wait in the driver until it calls a method of the trainer or starts workers."""
+"""Faults that are triggered in the driver, when it calls a certain method of the trainer or starts workers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from raysgd.core.engine.shared.types import GroupReport, World
 
 _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
-"""For each trainer and trigger point, the function that disarms the fault."""
+"""The functions that disarm faults, by trainer and trigger point: a method name, or "setup"."""
 
 
 def disarm_all(trainer: Any) -> None:
-    """Disarm this trainer's faults that wait in the driver."""
+    """Disarm all faults of this trainer that would be triggered in the driver."""
     for undo in list(_undo.get(trainer, {}).values()):
         undo()
 
 
 def _disarm(trainer: Any, name: str) -> None:
-    """Disarm the fault at a trigger point, so that at most one fault waits there."""
+    """Disarm a trainer's fault at a trigger point. Called before another fault is armed there."""
     undo = _undo.get(trainer, {}).get(name)
     if undo is not None:
         undo()
@@ -54,7 +54,10 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 
 
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
-    """Kill the workers with these ranks during setup of the next group that has all of these ranks."""
+    """Arm a fault that kills these ranks while the next worker group is set up.
+
+    Groups without these ranks are skipped.
+    """
     _disarm(trainer, "setup")
     lifecycle = controller_of(trainer)
     original = lifecycle.make_group
@@ -66,7 +69,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
         undo()
         doomed_spec = replace(spec, make_replica=_DyingMaker(spec.make_replica, tuple(ranks)))
         doomed: WorkerGroup = original(doomed_spec, num_workers)
-        doomed.standby._spec = spec  # replacement workers and workers that start later are set up normally
+        doomed.standby._spec = spec  # replacement workers get the original spec, so they are not killed
         start = doomed.start
 
         def start_once(*args: Any) -> GroupReport:
@@ -88,7 +91,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class _DyingMaker:
-    """Creates replicas, but kills the process on the given ranks."""
+    """Calls `make_replica`, which creates a worker's replica, but kills the worker's process on the given ranks."""
 
     make_replica: Callable[[World], Any]
     ranks: tuple[int, ...]

@@ -13,10 +13,10 @@ def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: in
     Pass either `node`, or `trainer` and `rank`.
 
     Args:
-        cluster: A `ray.cluster_utils.Cluster`.
-        node: A result of `cluster.add_node`.
-        trainer: A running trainer.
-        rank: The rank of a worker on the node to remove.
+        cluster: The `ray.cluster_utils.Cluster` that contains the node.
+        node: The node to remove: a result of `cluster.add_node`.
+        trainer: A running trainer with a worker on the node to remove.
+        rank: The rank of this worker.
 
     Returns:
         The removed node.

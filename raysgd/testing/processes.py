@@ -16,10 +16,10 @@ from raysgd.testing.targets import check_ranks, controller_of, group_of
 from raysgd.testing.traps import Trap, arm, disarm_everywhere, send_itself
 
 IN_WORKERS = ("validate", "snapshot", "continue")
-"""Trigger points in a worker; `step:N` is another."""
+"""Values of `at` for faults that are triggered in a worker, besides `step:N`. `kill_worker` describes them."""
 
 IN_DRIVER = ("save", "load", "state_dict", "get_model", "setup")
-"""Trigger points in the driver."""
+"""Values of `at` for faults that are triggered in the driver. `kill_worker` describes them."""
 
 _STEP = re.compile(r"step:(\d+)")
 _GONE_S = 30.0
@@ -32,16 +32,16 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
     Args:
         trainer: A running trainer with workers outside the driver.
         rank: The rank, or several ranks to kill together.
-        at: When to kill the process.
+        at: When to kill the process. Except with "now", this function returns when the fault is armed.
 
-            * "now": immediately. Returns when Ray knows that the process is gone.
+            * "now": immediately. This function returns when Ray has noticed that the process is gone.
             * "step:N": when the process starts training step N, where 0 is its next step.
             * "validate": when the process starts to validate.
-            * "snapshot": when the process copies its state, after a call or, with `snapshot_every_n_steps`, inside a
-              call.
-            * "continue": when the process joins a new group after another rank was lost.
+            * "snapshot": when the process copies its state for a snapshot. This happens after a call and, with
+              `snapshot_every_n_steps`, also during a call.
+            * "continue": when the process joins a new worker group after another rank was lost.
             * "setup": when the worker with this rank is set up, the next time all workers start.
-            * "save", "load", "state_dict", "get_model": when the driver starts this call of the trainer.
+            * "save", "load", "state_dict", "get_model": when the driver calls this method of the trainer.
 
     Raises:
         ValueError: There is no such rank, `at` is invalid, or the rank is the driver itself.
@@ -54,13 +54,13 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
 def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
     """Stop the process of one or more ranks with SIGSTOP, as if its machine had frozen. The process never continues.
 
-    The trainer notices during a call, after `heartbeat_s`, and kills the process.
+    The next call of the trainer notices the missing heartbeats after `heartbeat_s` seconds and kills the process.
 
     Args:
         trainer: A running trainer with workers outside the driver.
         rank: The rank, or several ranks.
-        at: When to stop the process, as for `kill_worker`, except "setup". "now" returns immediately, shortly before
-            the signal arrives.
+        at: When to stop the process. The values are the same as for `kill_worker`, except that "setup" is not allowed.
+            With "now", this function returns immediately, shortly before the signal arrives.
 
     Raises:
         ValueError: There is no such rank, `at` is invalid, or the rank is the driver itself.
@@ -121,10 +121,10 @@ def _end_with(number: signal.Signals, trainer: Any, rank: int | Sequence[int], a
 
 
 def _check_moment(at: str, allow_setup: bool) -> int | None:
-    """Return N for `step:N`, and None for other trigger points.
+    """Validate the argument `at`. Return N for `step:N`, and None for other trigger points.
 
     Raises:
-        ValueError: The trigger point does not exist.
+        ValueError: The trigger point does not exist, or is "setup" and `allow_setup` is False.
     """
     names = [name for name in (*IN_WORKERS, *IN_DRIVER) if allow_setup or name != "setup"]
     if at == "now" or at in names:
@@ -144,13 +144,13 @@ def _signal_now(trainer: Any, ranks: Sequence[int], number: int) -> None:
     import ray
 
     _, deaf = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
-    for rank in [rank for rank, call in calls.items() if call in deaf]:  # no answer, such as from a stopped process
+    for rank in [rank for rank, call in calls.items() if call in deaf]:  # such as processes stopped by SIGSTOP
         group.kill_rank(rank)
     ray.wait(list(calls.values()), num_returns=len(calls), timeout=_GONE_S)
 
 
 def _signal_soon(trainer: Any, ranks: Sequence[int], number: int) -> None:
-    """Send a signal without waiting for its effect. Ranks that no longer exist are skipped."""
+    """Send a signal to these ranks without waiting for its effect. Skip ranks that no longer exist."""
     group = group_of(trainer)
     for rank in ranks:
         if rank in group.remote_ranks:

@@ -1,4 +1,4 @@
-"""Find and check the workers that a fault is armed in."""
+"""Find and validate the workers in which a fault is armed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that wait in a worker until it reaches a trigger point."""
+"""Faults that are triggered in a worker, when it reaches a trigger point such as a training step."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _keys = itertools.count()
 def send_itself(number: int) -> None:
     """Send this process a signal that kills or stops it, and wait for the signal to take effect."""
     os.kill(os.getpid(), number)
-    time.sleep(_LATE_S)  # another thread may handle the signal later on a busy machine
+    time.sleep(_LATE_S)  # on a busy machine, the signal may take effect some time after `os.kill` returns
 
 
 @dataclass
 class Trap:
-    """Calls a function when a process reaches a trigger point.
+    """Causes a fault when a process reaches a trigger point, such as its next training step.
 
     Attributes:
-        act: The function to call.
-        place: The trigger point: "step", "validate", "snapshot" or "continue"; in the driver, a method of the trainer
-            or "setup".
-        num_before: Number of times to skip the trigger point before acting.
+        act: Function that causes the fault.
+        place: The trigger point: "step", "validate", "snapshot" or "continue".
+        num_before: Number of times that the process reaches the trigger point before the trap acts.
         once: Whether to act only once.
-        key: Id of the trap in all processes.
+        key: Id of the trap, which is unique across processes.
+        is_armed: False if the trap no longer acts.
     """
 
     act: Callable[[], None]
@@ -46,7 +46,7 @@ class Trap:
     is_armed: bool = True
 
     def spring(self) -> None:
-        """Call `act` if the trap is armed and the trigger point has been skipped `num_before` times."""
+        """React to the trigger point. If the trap is armed, call `act`, except for the first `num_before` times."""
         if not self.is_armed:
             return
         if self.num_before > 0:
@@ -69,9 +69,9 @@ class Trap:
     def before_each_step(self, hosted: Any) -> None:
         """Spring the trap before the user's loop gets each batch.
 
-        Keras's `fit` draws its batches itself: there, the trap springs before the all-reduce of gradients.
+        Keras's `fit` draws its batches itself, so with Keras the trap springs before gradients are all-reduced.
         """
-        streams: list[Any] = []  # the stream of the current call, which a later call may replace
+        streams: list[Any] = []  # at most one: the current call's stream of batches
 
         def watched(stream: Any) -> Any:
             if stream not in streams:
@@ -85,11 +85,14 @@ class Trap:
         hosted.loop.stream = lambda *args, **options: watched(original(*args, **options))
 
 
-_traps: list[Trap] = []  # all traps of this process
+_traps: list[Trap] = []  # all traps that were set in this process
 
 
 def _set(replica: Any, trap: Trap) -> str | None:
-    """Set the trap in the worker, in parallel to its calls. Return the reason if it lacks the trigger point."""
+    """Set the trap in this worker, even while the worker runs a call.
+
+    Return None, or a message if the worker's replica does not have the trigger point.
+    """
     needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "continue": "regroup"}
     if not hasattr(replica, needed[trap.place]):
         return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"
@@ -113,7 +116,7 @@ def _unset(replica: Any, key: str | None) -> None:
 
 
 def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
-    """Set the trap in the workers with these ranks.
+    """Set the trap in the workers with these ranks, and wait for their confirmation.
 
     Raises:
         ValueError: The trainer's workers never reach the trigger point.
@@ -132,7 +135,7 @@ def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
 
 
 def disarm_everywhere(trainer: Any, key: str | None) -> None:
-    """Disarm the trap with this key in all workers. With None, disarm all traps."""
+    """Disarm the trap with this key in all workers. With `key=None`, disarm all traps."""
     with contextlib.suppress(TrainerShutdownError):
         controller = controller_of(trainer)
         controller.check_active()

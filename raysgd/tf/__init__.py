@@ -6,7 +6,7 @@ This package guarantees:
 * `train()` and `validate()` return the same results with any number of workers.
 * If a worker dies, at most the current call is lost. It is repeated from the state before the call.
 
-You define the model, the loss and the data; `fit` is Keras's own. Importing this package does not load TensorFlow.
+You define the model, the loss and the data. Importing this package does not load TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operator for creator functions. It trains with Keras's `fit` and evaluates with Keras's `evaluate`."""
+"""The operator for `TFTrainer(model_creator, data_creator)`. It runs Keras's own `fit` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from raysgd.tf.training_operator import TrainingOperator
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
 _DEFAULT_BATCH_SIZE = 32  # Keras's default for arrays of validation data
 
-# These callbacks would write the same data on every rank, so only rank 0 runs them. If rank 0 is replaced, the new rank
-# 0 continues their files.
+# Keras callbacks that only rank 0 runs, because they would write the same data on every rank. If rank 0 is replaced,
+# the new rank 0 continues their files.
 _ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger"}
 
 
@@ -52,7 +52,7 @@ class CreatorOperator(TrainingOperator):
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
 
     def _keep_optimizers(self) -> None:
-        """Update the registered optimizers, because the user may have compiled the model again."""
+        """Register the model's current optimizers. They change when the user compiles the model again."""
         record = self._raysgd.registered
         self._raysgd.registered = replace(record, optimizers=registration.optimizers_in(self.model))
 
@@ -102,7 +102,8 @@ class CreatorOperator(TrainingOperator):
             options["validation_data"] = options["validation_data"].make()
         stream = self._raysgd.fit
         stream.go_to_next_pass()
-        # `fit` creates an extra iterator that it does not use. `counted` keeps it from advancing the shuffle.
+        # `fit` creates an iterator that it does not use, which would advance the order of a shuffled dataset. The
+        # dataset that `counted` returns prevents that.
         history = self.model.fit(stream.passes.counted(0), **options)
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
@@ -121,7 +122,7 @@ class CreatorOperator(TrainingOperator):
             model.stop_training = False
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options, is_resumed)
-        if is_resumed:  # callbacks may restore other weights on ranks that have not seen all epochs
+        if is_resumed:  # callbacks that restore weights may restore others on ranks that have not seen all epochs
             global_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
@@ -137,7 +138,7 @@ class CreatorOperator(TrainingOperator):
             self._fit_epochs(options, stream.place.epoch + 1, rates, is_last=False)
         if stream.place.epoch < num_epochs and not model.stop_training:
             self._fit_epochs(options, num_epochs, [None], is_last=True)
-        elif is_resumed:  # finish like Keras at the end of `fit`
+        elif is_resumed:  # no epoch is left, so do what Keras does at the end of `fit`
             if hasattr(model.optimizer, "finalize_variable_values"):
                 model.optimizer.finalize_variable_values(model.trainable_weights)
             for callback in options["callbacks"]:
@@ -183,7 +184,7 @@ class CreatorOperator(TrainingOperator):
             model.fit(self._part(stream.data()), **{**options, **changed})
 
     def _begin_writers(self, callbacks: Sequence[Any], epoch: int | None) -> None:
-        """Start callbacks that only rank 0 runs, because this rank became rank 0 in the middle of a `fit`.
+        """Start the callbacks that only rank 0 runs, after this rank became rank 0 in the middle of a `fit`.
 
         Args:
             callbacks: The callbacks to start.
@@ -191,7 +192,7 @@ class CreatorOperator(TrainingOperator):
         """
         for callback in callbacks:
             if "BackupAndRestore" in registration.class_names(callback):
-                continue  # starting it would restore its last backup
+                continue  # starting this callback would overwrite the model with its last backup
             if "CSVLogger" in registration.class_names(callback):
                 callback.append = True  # continue the file of the previous rank 0
             callback.on_train_begin()
@@ -219,11 +220,14 @@ class CreatorOperator(TrainingOperator):
         if data and ((epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency):
             results = model.evaluate(data["validation_data"], callbacks=callbacks, verbose=0, return_dict=True)
             logs |= {f"val_{name}": value for name, value in results.items()}
-        model.history.on_train_begin()  # creates its list of epochs
+        model.history.on_train_begin()  # initializes the history, which `on_epoch_end` appends to
         callbacks.on_epoch_end(epoch, logs)
 
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
-        """Return a callback that stops all ranks at the same step, if a callback that all ranks run acts on steps."""
+        """Return a callback that stops all ranks at the same step.
+
+        Return [] if no callback of the user acts on steps.
+        """
         group = self._raysgd.context.synchronizer.group
 
         def is_anyone(is_this_one: bool) -> bool:
@@ -234,7 +238,7 @@ class CreatorOperator(TrainingOperator):
         return [stopper(self.model, is_anyone)] if is_needed else []
 
     def _validation_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return the `fit` options to validate on this rank's part, and whether all ranks split the same batches."""
+        """Return the validation options of `fit` for this rank, and True if all ranks split the same batches."""
         data = options.get("validation_data")
         if data is None:
             return {}, False
@@ -281,7 +285,7 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def _steps_with_others(self) -> bool:
-        """True if other ranks exist or may join, or if steps are counted for snapshots."""
+        """True if other ranks exist or may join later, or if steps must be counted for snapshots."""
         return self._raysgd.context.synchronizer.watches
 
     def _part(self, dataset: Any) -> Any:
@@ -295,7 +299,7 @@ class CreatorOperator(TrainingOperator):
         return lockstep_dataset(pieces, connections.votes())
 
     def warm_up(self) -> None:
-        """Train on zeros, to get one-time work such as tracing done."""
+        """Train on a batch of zeros, so that one-time work such as tracing is done before the worker joins a group."""
         part = self._part(self.train_dataset)
         self._raysgd.context.synchronizer.watch_model(self.model)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
@@ -321,7 +325,7 @@ class CreatorOperator(TrainingOperator):
         return 0 if self.world_rank else 1 if asked == "auto" else int(asked)
 
     def _keepers(self) -> list[Any]:
-        """Return the `ModelCheckpoint` callbacks. All ranks have them in their config, but only rank 0 runs them."""
+        """Return the user's `ModelCheckpoint` callbacks. Every rank's config has them, but only rank 0 runs them."""
         given = _listed(self.config.get(_FIT_CONFIG) or {})
         return [each for each in given if "ModelCheckpoint" in registration.class_names(each) and hasattr(each, "best")]
 
@@ -354,6 +358,6 @@ def _listed(options: Mapping[str, Any]) -> list[Any]:
 
 
 def _last(values: Any) -> Any:
-    """Return the last epoch's value, as a Python number if it is a scalar."""
+    """Return the last epoch's value from a metric's history, as a Python number if it is a scalar."""
     value = values[-1] if isinstance(values, list | tuple) and values else values
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

@@ -1,7 +1,8 @@
-"""Keras's `fit` on one worker: its position, the callbacks that report the position, and resuming in another group.
+"""Tracks and resumes Keras's `fit` on one worker: the position in it, and the callbacks that report the position.
 
-Keras draws its batches itself, and a callback between steps would slow down training. Therefore, gradient all-reduces
-are counted instead. Each step has a fixed number of them, and changes no weights before they have finished.
+Keras draws its batches itself, and a callback between steps would slow down training. The position is therefore counted
+in gradient all-reduces, here called exchanges. Each step has a fixed number of exchanges, and changes no weights before
+they have finished.
 
 ADR 31 explains why the position in a `fit` is counted in all-reduces.
 """
@@ -29,7 +30,8 @@ class FitPlace:
         epoch: Keras's current epoch, or the next epoch if none is running.
         num_steps: Number of completed steps of this epoch.
         num_passes: Number of passes over the dataset that were started before the current pass.
-        num_batches: Number of batches used of the current pass. May exceed `num_steps` with `steps_per_epoch`.
+        num_batches: Number of batches of the current pass used so far. With `steps_per_epoch`, a pass may span several
+            epochs, so this may exceed `num_steps`.
         logs: Latest value of each metric that earlier epochs reported.
         is_over: True if `fit` has finished, because all epochs are done or a callback stopped it.
     """
@@ -57,7 +59,16 @@ def check_state(state: Any) -> None:
 
 
 class FitStream:
-    """The batch stream of a `fit`. Keras draws the batches. This object tracks the position and resumes from it."""
+    """Stands in for a batch stream while Keras's `fit` draws the batches. It tracks the position and resumes from it.
+
+    Args:
+        passes: The training dataset and the number of passes over it.
+        exchanges: Counts the gradient all-reduces.
+
+    Attributes:
+        place: The position in the current `fit`, as of the last epoch boundary or resume. None between two calls.
+        at_boundary: If set, called before each step.
+    """
 
     pass_index = 0
     source: Any = None
@@ -72,7 +83,7 @@ class FitStream:
         self.at_boundary: Callable[[], None] | None = None
         self._exchanges = exchanges
         self._num_steps_before = 0
-        self._num_exchanges_before: int | None = None  # number before the current epoch; None between epochs
+        self._num_exchanges_before: int | None = None  # exchanges before the current epoch; None between epochs
         self._num_passes_elsewhere: int | None = None
 
     @property
@@ -89,7 +100,7 @@ class FitStream:
 
     @property
     def is_whole(self) -> bool:
-        """True between two steps, or with `steps_per_execution` between two executions."""
+        """True between two steps. With `steps_per_execution`, true only between two executions."""
         return self._num_exchanges % (self._exchanges.num_per_step * self.steps_per_execution) == 0
 
     @property
@@ -103,7 +114,7 @@ class FitStream:
         return self._num_exchanges // self._exchanges.num_per_step
 
     def state(self) -> dict[str, Any]:
-        """Return the position. Another rank or a later process can resume from it."""
+        """Return the current position as a dict. Another rank or a later process can resume from it."""
         if self.place is None:
             restored = self._num_passes_elsewhere
             return {"num_passes": self.passes.num_begun if restored is None else restored, "logs": dict(self.logs)}
@@ -126,7 +137,7 @@ class FitStream:
             self.place = replace(self.place, is_over=True)
 
     def end(self) -> None:
-        """End the call. The next call starts a new `fit`."""
+        """Forget the position at the end of a training call, so that the next call starts a new `fit`."""
         self._close()
         self.has_begun = False
         if self.place is not None:
@@ -139,7 +150,7 @@ class FitStream:
         self._close()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Resume at the position of another rank or of a snapshot."""
+        """Set the position from another rank's state or a snapshot. The next `begin_fit` resumes there."""
         self._close()
         self.measures = False
         self.place, self.logs = (FitPlace(**state) if "epoch" in state else None), state["logs"]
@@ -165,7 +176,7 @@ class FitStream:
         self._num_passes_elsewhere = None
 
     def data(self) -> Any:
-        """Return the rest of the unsharded dataset."""
+        """Return the part of the unsharded training dataset that the current pass has not used yet."""
         assert self.place is not None
         self.passes.go_to(self.place.num_passes)
         return self.passes.counted(self.place.num_batches)
@@ -203,7 +214,7 @@ class FitStream:
         return length if length >= 0 else None
 
     def before_exchange(self) -> None:
-        """Call `at_boundary` if the next all-reduce is the first of a step."""
+        """Call `at_boundary` if the next exchange is the first of a step."""
         if self.at_boundary is not None and self.is_whole:
             self.at_boundary()
 
@@ -216,10 +227,10 @@ def _plain(value: Any) -> Any:
 def tracker(
     stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
 ) -> Any:
-    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. It must come last.
+    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. It must be the last one.
 
-    It also sets the learning rate to `rates`, because callbacks of a new worker, which starts in the middle of a `fit`,
-    may have changed it.
+    If a `fit` is resumed, the callback also sets the learning rate to `rates`. The user's callbacks on a new worker
+    have missed earlier epochs and may have changed the rate.
     """
 
     def keep_rate(logs: Any = None) -> None:
@@ -240,11 +251,11 @@ def tracker(
 
 
 def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: int, **params: Any) -> Any:
-    """Return a callback list for a part of a `fit`, which makes the part look like the whole `fit` to the callbacks.
+    """Return a Keras callback list for one part of an interrupted `fit`. It hides the interruption from the callbacks.
 
     Args:
-        model: The model.
-        callbacks: All callbacks.
+        model: The model to train.
+        callbacks: The user's callbacks and raysgd's.
         num_steps_before: Number of steps of the epoch that earlier parts took.
         params: The `params` of Keras callbacks: `verbose`, `epochs`, and the `steps` per epoch.
     """
@@ -261,10 +272,10 @@ def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: in
 
 
 def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
-    """Return a callback that merges the ranks' statistics before other callbacks use the model. It must come first.
+    """Return a callback that calls `merge` once at the end of each epoch. It must be the first callback.
 
-    At the end of an epoch, it merges before the validation, which runs inside `evaluating`, and before the user's
-    callbacks, which may run evaluations themselves.
+    `merge` merges the ranks' statistics, such as BatchNorm's. It must run before the epoch's validation, for which this
+    callback enters `evaluating`, and before the user's callbacks, which may run evaluations themselves.
     """
     inside, is_merged = ExitStack(), False
 
@@ -291,7 +302,10 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
 
 
 def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
-    """Return a callback that stops all ranks after a step if any rank wants to stop. It must come last."""
+    """Return a callback that stops all ranks after a step if any rank has set `model.stop_training`.
+
+    It must be the last callback.
+    """
 
     def end_batch(batch: int, logs: Any = None) -> None:
         model.stop_training = is_anyone(bool(model.stop_training))
@@ -315,7 +329,7 @@ def one_part(
     """Run the block's `fit` as one part of an interrupted `fit`.
 
     Args:
-        model: The model.
+        model: The model to train.
         callbacks: The user's callbacks.
         measures: True to continue the model's metrics in the first epoch instead of resetting them.
         silenced: Callback methods that must not be called in this part, because another part calls them.
@@ -342,4 +356,4 @@ def one_part(
 
 
 def _nothing(*arguments: Any, **named: Any) -> None:
-    """Do nothing, in place of a method that another part calls."""
+    """Replaces a method that must not be called in this part of a `fit`."""

@@ -1,6 +1,6 @@
 """`TFRunner`: the replica in each worker, with the parts that are specific to TensorFlow operators.
 
-This class is internal. For the features of the old library's class of the same name, use `TFTrainer`.
+This class is internal. In programs written for RaySGD's class of the same name, use `TFTrainer` instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TFRunner(ClassRunner):
-    """Hosts a user's operator in a worker."""
+    """Runs a user's TensorFlow operator in a worker. Its methods are the calls that the driver makes."""
 
     _hosted: TFHostedOperator
 
@@ -33,7 +33,11 @@ class TFRunner(ClassRunner):
         return self._hosted.operator
 
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
-        """Run the operator's `validate` once. For Keras's loops, a call's own data replaces the registered dataset."""
+        """Run the operator's `validate` once.
+
+        If data was passed to the call and Keras's `evaluate` draws the batches, the call's data temporarily replaces
+        the registered validation dataset.
+        """
         if request.shard_key is None:
             self._hosted.feed.align_validation()
         if request.shard_key is None or not isinstance(self.operator, CreatorOperator):
@@ -49,7 +53,7 @@ class TFRunner(ClassRunner):
             internals.data = registered
 
     def former_optimizer(self, weights: Sequence[Any]) -> list[Any] | None:
-        """Convert optimizer weights from a file of the old library. Return None if they do not match the optimizer."""
+        """Convert optimizer weights from a RaySGD checkpoint. Return None if they do not match the optimizer."""
         optimizers = self.operator._optimizers
         return former_optimizer.arranged(optimizers[0], weights) if len(optimizers) == 1 else None
 

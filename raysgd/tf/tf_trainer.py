@@ -1,6 +1,6 @@
 """`TFTrainer`: the driver's handle for N replicas of Keras models.
 
-It is a front end: it checks arguments, converts calls to requests to the engine, and merges the results. It does not
+The trainer checks arguments, converts calls to requests to the workers, and merges the results. The driver does not
 load TensorFlow until you request a model.
 """
 
@@ -72,7 +72,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         model_creator: Function of `config` that returns a compiled Keras model.
         data_creator: Function of `config` that returns the training dataset and the test dataset. The test dataset may
             be None. A batch of these datasets is a global batch.
-        training_operator_cls: The operator class, not an instance, instead of the creators.
+        training_operator_cls: A subclass of `raysgd.tf.TrainingOperator`, to pass instead of the creators.
         config: Passed to the creators or to the operator. For creators, `fit_config` and `evaluate_config` contain
             options for `fit` and `evaluate`. For operators, the key `BATCH_SIZE` may hold the global batch size.
         seed: Seed for the initial weights and the order of shuffled datasets. Default: a random seed.
@@ -90,7 +90,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         runtime_env: Ray runtime environment of the worker processes. Default: the job's runtime environment. It does
             not apply to a worker in the driver.
         initialization_hook: Function without arguments to call in each worker process before anything else.
-        timeout_s: Seconds that workers may wait for each other.
+        timeout_s: Seconds that a worker may wait for other workers in a collective, before the collective fails.
         use_local: Whether to run rank 0 in this process. With `num_workers=1`, you then do not need Ray, and can use a
             debugger.
         detached: A name or a `raysgd.Detached`, to let the trainer outlive this program. You then get a handle with the
@@ -103,7 +103,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
 
     Args: What follows a failure
         recovery: A `raysgd.Recovery` with timeouts and the rules for restarts and snapshots.
-        min_workers: If there are fewer workers than this, wait for resources.
+        min_workers: Minimum number of workers. With fewer workers, the trainer waits for resources.
         spare_workers: Number of extra workers that stand by to replace lost workers. They occupy resources. Meanwhile,
             `validate(blocking=False)` and `fit(validate="async")` run each validation on one of them, while the other
             workers train.
@@ -194,7 +194,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             return super().__new__(cls) if detached is None else start(cls, detached, args, kwargs)
 
     def _settings_to_send(self, settings: TFSettings) -> TFSettings:
-        """Return the settings with `fit`'s validation dataset serialized, if it is sent to other processes."""
+        """Return the settings in the form in which they are sent to workers: with `validation_data` serialized."""
         tensorflow = sys.modules.get("tensorflow")
         options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
@@ -226,7 +226,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
             arguments.check_calls_of_fit(self._settings.config, epochs)
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
-        """Do the same as `reset_config`, but also with new creator functions."""
+        """Set up the operators again with new creator functions and a new config, like `reset_config`."""
         operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
         config = self._checked_config(config)
         self._begin_again(replace(self._settings, training_operator_cls=operator_cls, config=config))
@@ -251,13 +251,13 @@ class TFTrainer(ClassTrainer[OperatorT]):
         check_equal({rank: answer.weight_sums for rank, answer in enumerate(answers)}, _REASONS)
 
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-        if self._trains_with_fit and reduce_results:  # the metrics are already merged, and equal on all ranks
+        if self._trains_with_fit and reduce_results:  # workers have merged the metrics, so they are equal on all ranks
             return merged(answers[:1], reduce_results=False)[0]
         return super()._merged(answers, reduce_results)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config. Its `BATCH_SIZE` is the actual number of samples per step, which rounding may have changed."""
+        """The operator's config. `BATCH_SIZE` is the actual number of samples per step, which may have been rounded."""
         config = dict(self._settings.config)
         if BATCH_SIZE in config and not self._trains_with_fit:
             config[BATCH_SIZE] = self._settings.batch_options.global_size(config[BATCH_SIZE], self.max_replicas)
@@ -271,7 +271,7 @@ class TFTrainer(ClassTrainer[OperatorT]):
         are compiled.
 
         Args:
-            custom_objects: Your classes and functions that Keras needs to rebuild a model.
+            custom_objects: Your classes and functions, by name, that Keras needs to rebuild a model.
         """
         state = self.state_dict()
         if self._trains_with_fit:
@@ -339,10 +339,10 @@ class TFTrainer(ClassTrainer[OperatorT]):
         return place_in(snapshot.shared_state)
 
     def load(self, checkpoint: str | PathLike[str]) -> None:
-        """Load a file written by `save`, or by the old library, into all workers.
+        """Load a file written by `save`, or by `ray.util.sgd`, into all workers.
 
-        If a file of the old library has optimizer state that does not match the optimizer, a warning is logged and the
-        optimizer is unchanged.
+        If a file written by `ray.util.sgd` has optimizer state that does not match the optimizer, a warning is logged
+        and the optimizer is unchanged.
 
         Args:
             checkpoint: A path or a URI.
@@ -402,7 +402,7 @@ def _checked_content_of(snapshot: Snapshot) -> Content:
 
 
 def _variables_for_workers() -> dict[str, str]:
-    """Return environment variables that workers need before importing TensorFlow: Keras version and log level."""
+    """Return the environment variables to set in workers before TensorFlow is imported: Keras version and log level."""
     return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 

@@ -1,12 +1,12 @@
 """`TrainingOperator` for TensorFlow: the class that users subclass to define their training.
 
-The methods form a ladder. Each rung does one thing and calls the next rung:
+The methods form a ladder, in which each method, called a rung, does one thing and calls the next rung:
 
     train_epoch -> train_batch -> train_step -> forward, optimizer_step
     validate    -> validate_batch -> test_step -> forward
 
-`train_step` and all rungs below it are compiled into a graph. Override the lowest rung that lets you make your change.
-The library does the rest.
+`train_step`, `test_step` and the rungs that they call are compiled into a graph. Override the lowest rung that lets you
+make your change.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class TrainingOperator(BaseOperator):
         timers: Timers of the current call. `with self.timers.record("name"):` adds a timer to the `profile=True`
             result.
         global_step: Number of batches that the default `train_epoch` has trained on.
-        run_eagerly: Set this to True in `setup` to run `train_step` and `test_step` eagerly, for example in a debugger.
+        run_eagerly: Whether to run `train_step` and `test_step` eagerly instead of as a graph. Set it to True in
+            `setup` to use a debugger. Default: False.
         resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch` again
             with the remaining batches. Default: True unless you override `train_epoch`. If you override it, set this to
             True only if it keeps no state between batches other than state that raysgd or `state_dict` covers. With
@@ -100,8 +101,8 @@ class TrainingOperator(BaseOperator):
 
         Args:
             iterator: This worker's batches. Train on each batch before you draw the next.
-            info: The caller's `info`, with additional entries from raysgd.
-            num_steps: The caller's `num_steps`.
+            info: The `info` that was passed to the trainer's `train`, with additional entries from raysgd.
+            num_steps: The `num_steps` that was passed to the trainer's `train`.
             epoch_idx: Index of the epoch, from 0.
 
         Returns:
@@ -109,7 +110,7 @@ class TrainingOperator(BaseOperator):
             `train_<name>` for each registered Keras metric.
         """
         internals = self._raysgd
-        internals.forget_stale_steps()  # an overriding method may have just changed the objects
+        internals.forget_stale_steps()  # a user's override may have changed models or optimizers before calling this
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
         meters = internals.take_meters()
         if not meters.num_batches:
@@ -127,7 +128,11 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Add the new steps in which this worker had no samples to `global_step`. Return their number."""
+        """Count steps in which only other workers had samples, since the last call. Add them to `global_step`.
+
+        Returns:
+            The number of these steps.
+        """
         internals = self._raysgd
         number, internals.num_left_out = internals.num_left_out, 0
         self.global_step += number
@@ -182,7 +187,7 @@ class TrainingOperator(BaseOperator):
         return output, loss
 
     def optimizer_step(self, gradients: Sequence[Any]) -> None:
-        """Step the optimizer. It first averages the gradients of all workers, weighted by samples."""
+        """Apply the gradients. The optimizer first averages the gradients of all workers, weighted by samples."""
         optimizer = required(self, "optimizer")
         self._raysgd.context.synchronizer.require_watched(optimizer)
         variables = required(self, "model").trainable_variables
@@ -211,7 +216,10 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Return `val_loss` and its weight. For other metrics, register Keras metrics."""
+        """Evaluate one batch. Return `val_loss` and its weight in the average, `num_samples`.
+
+        For other metrics, pass Keras metrics to `register`.
+        """
         internals = self._raysgd
         if internals.test_function is None:
             internals.test_function = internals.compiled(self.test_step)
@@ -289,9 +297,9 @@ class TrainingOperator(BaseOperator):
                 a Ray Data dataset, or `raysgd.data.RayBatches` of such a dataset; or, with `split_batches=True`, a
                 stream.
             validation_dataset: The dataset for validation. It can be of the same types.
-            sharding: `"worker"` if a batch is for one worker, or `"global"` if it is a global batch, as with
-                TensorFlow's strategies. With `split_batches=True`, it is always "global". A dataset whose auto-shard
-                policy is OFF is used unchanged.
+            sharding: `"worker"` if a batch of a dataset is for one worker, or `"global"` if it is a global batch, as
+                with TensorFlow's strategies. With `split_batches=True`, it is always "global". A dataset whose
+                auto-shard policy is OFF is not sharded.
 
         Raises:
             TypeError: A dataset has the wrong type.
@@ -321,10 +329,10 @@ class TrainingOperator(BaseOperator):
         self._raysgd.data = RegisteredData(given["train"], given["validation"], sharding, loaders, streams)
 
     def weighted_loss(self, loss: Any, weight: Any) -> Any:
-        """Scale a loss that is a mean over `weight` units, such as tokens, before you compute its gradients.
+        """Scale a loss that is a mean over `weight` units, such as tokens, so that gradients are averaged by units.
 
-        Call this on all workers, in your own `train_step`. Report the unscaled `loss` as a metric, and the weight under
-        `raysgd.utils.BATCH_WEIGHT`.
+        Call this in your own `train_step`, on all workers, before you compute gradients. Report the unscaled `loss` as
+        a metric, and the weight under `raysgd.utils.BATCH_WEIGHT`.
         """
         losses = self._raysgd.context.synchronizer.losses
         return loss if losses is None else losses.weighted(loss, weight)
@@ -340,12 +348,12 @@ class TrainingOperator(BaseOperator):
         return self._raysgd.data.validation_dataset
 
     def warm_up(self) -> None:
-        """Train on zeros, to get one-time work such as tracing done."""
+        """Train on batches of zeros, so that one-time work such as tracing is done before the worker joins a group."""
         internals = self._raysgd
         step = internals.context.synchronizer.step
         info = {"batch_idx": 0, "global_step": 0, "warm_up": True, **internals.info_of_call(None, 0)}
         internals.train_function = internals.compiled(self.train_step)  # training reuses the compiled step
-        for number in (1, 2):  # with a second size, TensorFlow traces the step for arbitrary sizes
+        for number in (1, 2):  # on seeing a second batch size, TensorFlow traces the step for arbitrary batch sizes
             step.num_samples = number
             batch = zeros(internals.data.train_dataset.element_spec, number)
             bind_batch_info(self.train_batch)(batch, info)

@@ -1,9 +1,9 @@
-"""Ray Tune: trainers as trials, and populations of trainers that stay alive.
+"""Hyperparameter search: runs trainers as trials of Ray Tune, or in a `Population`, which does not use Ray Tune.
 
-A trial starts its workers in the resources that Tune reserved for it, forwards rank 0's reports, and passes its
-checkpoints to Tune.
+In a trial, the trainer starts its workers in the resources that Tune reserved for the trial. It forwards rank 0's
+reports and its checkpoints to Tune, which chooses the configs.
 
-Tune does the search. No other package of raysgd imports this package.
+No other package of raysgd imports this package.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def function(func: Function) -> Function:
-    """Return the function unchanged.
+    """Return `func` unchanged.
 
-    Very old programs use this to mark functions that are values in a config rather than search spaces.
+    Programs written for early versions of Ray Tune use this to mark a function as a plain value in a config, which Tune
+    would otherwise have called to draw a value.
     """
     return func

@@ -17,7 +17,7 @@ from raysgd.train.backend import BackendConfig
 from raysgd.train.trainer import Trainer
 
 _FILES = "files"
-_running: list[Callable[..., Any]] = []  # in a worker: the function while it runs
+_running: list[Callable[..., Any]] = []  # the training function, while it runs in this worker
 
 
 def make_distributed(
@@ -29,7 +29,9 @@ def make_distributed(
     num_per_host: int | None,
     timeout_s: float,
 ) -> type[Any]:
-    """Return the trainable class for `ray.tune`. The arguments are those of `DistributedTrainableCreator`.
+    """Return a trainable class for `ray.tune` whose trials run `func` on several workers.
+
+    The arguments have the same meaning as in `DistributedTrainableCreator`.
 
     Raises:
         ValueError: `func` cannot be called with a config and `checkpoint_dir`, or a number is out of range.
@@ -56,8 +58,8 @@ def make_distributed(
     amounts = {"CPU": num_cpus, "GPU": num_gpus}
     make_trainer = partial(Trainer, backend, num_workers, use_gpu=num_gpus > 0, resources_per_worker=amounts)
     per_bundle = num_per_host or 1
-    # The trial only waits, so its bundle is empty. Then follows one bundle for each worker, or for all workers of a
-    # node.
+    # The trial's own process only waits for its workers, so the first bundle of its reservation is empty. The following
+    # bundles are for the workers: one bundle per worker, or one per node if `num_per_host` is set.
     bundles: list[dict[str, float]] = [
         {},
         *[{name: each * per_bundle for name, each in amounts.items()}] * (num_workers // per_bundle),
@@ -67,7 +69,7 @@ def make_distributed(
 
 
 def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
-    """Unpack the last checkpoint and run the function, in a worker."""
+    """Run the training function in a worker, with a folder that contains the last checkpoint's files."""
     _running.append(func)
     try:
         saved = train.load_checkpoint()
@@ -95,7 +97,7 @@ def distributed_checkpoint_dir(step: int, disable: bool = False) -> Iterator[str
     Rank 0's files become the checkpoint; other ranks' files are deleted.
 
     Args:
-        step: The step of the checkpoint.
+        step: Training step at which the checkpoint is saved.
         disable: True to discard the files.
     """
     with tempfile.TemporaryDirectory() as folder:

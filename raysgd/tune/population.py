@@ -1,7 +1,8 @@
-"""Population-based training with live trainers: no trial is saved, ended or restarted to copy a better trial.
+"""Population-based training with live trainers: several trainers train at once, and bad ones copy good ones.
 
-The trainers of all members train at the same time and keep their worker processes. A member that falls behind gets a
-better member's state from memory, and new operators with a similar config.
+Each member of a population is a trainer with a config. All members train at the same time and keep their worker
+processes. A member with a bad result receives a better member's state from memory and continues with new operators and
+a similar config. Nothing is saved to disk or restarted for this.
 
 ADR 72 explains why this does not use Ray Tune.
 """
@@ -27,23 +28,24 @@ __all__ = ["Exploit", "Exploration", "Member", "Population", "train_and_validate
 logger = logging.getLogger(__name__)
 
 Space = Mapping[str, Any]
-"""Maps each entry of a config to a list of choices, a function without parameters that draws a value, an object with a
-`sample` method (such as `tune.loguniform`), a space for a nested dict, or any other value, which is fixed.
+"""Maps each name in a config to the source of its value: a list of choices, a function without parameters that draws a
+value, an object with a `sample` method (such as `tune.loguniform(...)`), a space for a nested dict, or a fixed value.
 """
-_INTERRUPT_EVERY_S = 0.1  # repeated, because a step may start another call
+# After Ctrl-C, members are interrupted repeatedly, because a member's `step` may start another call afterwards.
+_INTERRUPT_EVERY_S = 0.1
 _NEEDED = ("train", "validate", "reset_config", "take_state_of", "shutdown")
 
 
 @dataclass
 class Member:
-    """One trial of a population.
+    """One member of a population: a trainer and its config.
 
     Attributes:
-        index: The member's number, which never changes.
-        config: The current config.
-        trainer: The trainer.
-        result: The last result.
-        history: All results, each with the config used at the time under `config`.
+        index: The member's number, from 0, which never changes.
+        config: The config with which the member currently trains.
+        trainer: The `TorchTrainer` or `TFTrainer` that trains the member's model.
+        result: The result of the last interval. Empty if the member has no result or was restarted.
+        history: The results of all intervals. Each has the config used in its interval under `config`.
     """
 
     index: int
@@ -69,25 +71,27 @@ class Exploit:
 
 
 def train_and_validate(trainer: Any) -> dict[str, Any]:
-    """Run one interval: train an epoch, then validate."""
+    """Train for one epoch, then validate. This is the default interval of a population."""
     return {**trainer.train(), **trainer.validate()}
 
 
 class Population:
-    """Trains several trainers, and lets the worst copy the best.
+    """Trains several trainers at once. Between intervals, the worst copy the best and continue with a similar config.
 
     Args:
         trainer_factory: Function that takes a config and returns a new `TorchTrainer` or `TFTrainer`. Called once per
             member.
-        space: Source of configs. Maps each name to a list of choices, a function without parameters that draws a value,
-            a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a nested space, or a fixed value.
+        space: Search space from which configs are drawn. Maps each name to a list of choices, a function without
+            parameters that draws a value, a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a nested space, or a
+            fixed value.
         size: Number of members. The workers of all members must fit into the cluster at the same time.
         metric: Name of the result that ranks members.
         mode: "min" or "max". "auto" decides by the metric's name, as in `EarlyStopping`.
         step: Function that takes a trainer, runs one interval and returns its result. Default: `train`, then
             `validate`.
-        quantile: Fraction of members that copy, which is also the fraction of members that are copied. At most 0.5.
-        exploration: Rules for changing a config.
+        quantile: Fraction of members that copy another member. The same fraction, at the other end of the ranking, is
+            copied. At most 0.5.
+        exploration: Rules for changing a copied config.
         seed: Seed for all random choices of the population.
 
     Raises:
@@ -139,7 +143,7 @@ class Population:
         return [Member(index, *pair) for index, pair in enumerate(zip(configs, trainers, strict=True))]
 
     def run(self, num_intervals: int) -> Member:
-        """Train all members, and let the worst copy the best between intervals. Return the best member."""
+        """Train all members for several intervals, and call `evolve` between intervals. Return the best member."""
         for interval in range(checks.check_count("num_intervals", num_intervals, hint="Each is one `step`.")):
             if interval:
                 self.evolve()
@@ -147,11 +151,11 @@ class Population:
         return self.best
 
     def train(self) -> list[dict[str, Any]]:
-        """Train all members for one interval in parallel, and return their results. Ctrl-C ends their calls.
+        """Train all members for one interval in parallel, and return their results. Ctrl-C interrupts all members.
 
         Raises:
-            ValueError: A result lacks the metric.
-            Exception: `step` raised the exception for a member. It is raised after the other members finish the
+            ValueError: A member's result does not contain the metric.
+            Exception: `step` raised this exception for a member. It is raised here after the other members finish the
                 interval and store their results. The failed member has no result, so it ranks last.
         """
         results, errors = _at_the_same_time(self._train_member, self.members, self._interrupt)
@@ -165,9 +169,9 @@ class Population:
             result = dict(self._step(member.trainer))
             if self._metric not in result:
                 raise ValueError(f"`metric={self._metric!r}` is not in the result, which has {sorted(result)}.")
-        except Exception as error:  # a note says which member raised the error
+        except Exception as error:  # user code; the note below says which member raised the error
             logger.error("member %s failed: %r", member.index, error)
-            if hasattr(error, "add_note"):  # from Python 3.11 on
+            if hasattr(error, "add_note"):  # exists from Python 3.11 on
                 error.add_note(
                     f"It was raised by member {member.index} of the population, with {masked(member.config)}."
                 )
@@ -181,7 +185,7 @@ class Population:
             member.trainer._interrupt()
 
     def evolve(self) -> list[Exploit]:
-        """Let each of the worst members copy one of the best members, and continue with a similar config."""
+        """Let each of the worst members copy a random one of the best members and continue with a similar config."""
         num_copies = min(math.ceil(len(self.members) * self._quantile), len(self.members) // 2)
         ranked = self.ranked
         worse = ranked[len(ranked) - num_copies :]
@@ -198,8 +202,8 @@ class Population:
 
         Args:
             member: The member that gets the state.
-            source: The member to copy.
-            config: A new config for `member`. None to keep its config.
+            source: The member whose state is copied.
+            config: A new config for `member`. None to leave the config of `member` unchanged.
         """
         if config is not None:
             self.restart(member, config)
@@ -207,7 +211,7 @@ class Population:
         member.result = dict(source.result)
 
     def restart(self, member: Member, config: Mapping[str, Any]) -> None:
-        """Restart a member with another config, on the same workers."""
+        """Set up a member's operators again with another config, in the same worker processes."""
         member.trainer.reset_config(config)
         member.config, member.result = dict(config), {}
 
@@ -309,7 +313,7 @@ class Exploration:
             raise ValueError(f"`factors={self.factors!r}`: need at least one number, each more than 0.")
 
     def changed(self, config: Mapping[str, Any], space: Space, random: Random) -> dict[str, Any]:
-        """Return a similar config. Entries that are fixed or not in the space stay unchanged."""
+        """Return a mutated copy of a config. Entries that are fixed or not in the space stay unchanged."""
         changed = dict(config)
         for name, source in space.items():
             if isinstance(source, Mapping):
@@ -353,7 +357,7 @@ def draw(space: Space, random: Random) -> dict[str, Any]:
 
 
 def draw_one(source: Any, random: Random) -> Any:
-    """Draw one entry of a config."""
+    """Draw a value for one entry of a config."""
     if isinstance(source, list | tuple):
         return random.choice(source)
     if hasattr(source, "sample"):
@@ -362,12 +366,12 @@ def draw_one(source: Any, random: Random) -> Any:
 
 
 def is_drawn(source: Any) -> bool:
-    """Return True if an entry is drawn, and False if it is a fixed value."""
+    """Return True if values are drawn from this entry of a space, and False if the entry is a fixed value."""
     return isinstance(source, list | tuple) or hasattr(source, "sample") or callable(source)
 
 
 def _takes_seed(source: Any) -> bool:
-    return hasattr(source, "get_sampler")  # a domain of Ray Tune
+    return hasattr(source, "get_sampler")  # true for Ray Tune's domains
 
 
 def _neighbor(value: Any, choices: list[Any] | tuple[Any, ...], random: Random) -> Any:
@@ -378,7 +382,7 @@ def _neighbor(value: Any, choices: list[Any] | tuple[Any, ...], random: Random) 
 
 
 def _within(source: Any, value: Any) -> Any:
-    """Limit a number to the bounds of its source, if the source has bounds."""
+    """Clip a number to the bounds of the domain that it was drawn from, if the domain has bounds."""
     lower, upper = getattr(source, "lower", None), getattr(source, "upper", None)
     value = value if lower is None else max(lower, value)
     return value if upper is None else min(upper, value)

@@ -23,18 +23,20 @@ def DistributedTrainableCreator(
 ) -> type[Any]:
     """Return a trainable class for `ray.tune`. Each trial runs `func(config, checkpoint_dir=None)` on separate workers.
 
-    `TF_CONFIG` is set in each worker before `func` runs, so `func` may create a `MultiWorkerMirroredStrategy`. It
-    reports with `raysgd.train.report`; only the reports of rank 0 count. It saves with `distributed_checkpoint_dir`.
-    The last checkpoint is in the folder `checkpoint_dir`, even when the function restarts after a worker was lost.
+    `TF_CONFIG` is set in each worker before `func` runs, so `func` may create a `MultiWorkerMirroredStrategy`. `func`
+    reports metrics with `raysgd.train.report`; only the reports of rank 0 count. It saves checkpoints with
+    `distributed_checkpoint_dir`. If there is a checkpoint, the argument `checkpoint_dir` is a folder with the last one,
+    even when `func` restarts after a worker was lost.
 
     Args:
-        func: The training function.
+        func: The training function, which each worker runs.
         num_workers: Number of workers per trial.
         num_gpus_per_worker: GPUs per worker.
         num_cpus_per_worker: CPUs per worker.
         num_workers_per_host: Exact number of workers on each node; it must divide `num_workers`. Default: Ray chooses
             the nodes.
-        timeout_s: Accepted but ignored. In the old library, it limited the wait for resources, which Tune now controls.
+        timeout_s: Accepted but ignored. In `ray.tune.integration`, it limited the wait for resources, which Tune now
+            controls.
 
     Raises:
         ValueError: `func` has other parameters, or a number is out of range.

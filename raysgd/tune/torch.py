@@ -24,12 +24,13 @@ def DistributedTrainableCreator(
 ) -> type[Any]:
     """Return a trainable class for `ray.tune`. Each trial runs `func(config, checkpoint_dir=None)` on separate workers.
 
-    The `torch.distributed` process group is created before `func` runs. `func` reports with `raysgd.train.report`; only
-    the reports of rank 0 count. It saves with `distributed_checkpoint_dir`. The last checkpoint is in the folder
-    `checkpoint_dir`, even when the function restarts after a worker was lost.
+    The `torch.distributed` process group is created before `func` runs. `func` reports metrics with
+    `raysgd.train.report`; only the reports of rank 0 count. It saves checkpoints with `distributed_checkpoint_dir`. If
+    there is a checkpoint, the argument `checkpoint_dir` is a folder with the last one, even when `func` restarts after
+    a worker was lost.
 
     Args:
-        func: The training function.
+        func: The training function, which each worker runs.
         num_workers: Number of workers per trial.
         num_cpus_per_worker: CPUs per worker.
         num_gpus_per_worker: GPUs per worker.

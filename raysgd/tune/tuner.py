@@ -1,7 +1,8 @@
-"""`Tuner`: runs a `fit()` trainer with many configs that Ray Tune chooses. A thin layer over Ray's `Tuner`.
+"""`Tuner`: runs a trainer that has a `fit()` method with many configs that Ray Tune chooses.
 
-Each trial gets a separate copy of raysgd's callbacks, which see the trial as a run. Ray Tune's own callbacks are passed
-to Ray Tune.
+It is a thin layer over Ray's `Tuner`. One call of `Tuner.fit` is a sweep, and each run of the trainer is a trial. Each
+trial gets a separate copy of the raysgd callbacks, which treat the trial as a run. Ray Tune callbacks are passed to Ray
+Tune.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class Tuner:
     """Runs a trainer with many configs.
 
     Args:
-        trainable: A trainer of `fit()`, such as `raysgd.train.torch.TorchTrainer(...)`. The trainer is not modified. A
-            class or function for Ray's own `Tuner` is passed through.
+        trainable: A trainer that has a `fit()` method, such as `raysgd.train.torch.TorchTrainer(...)`. The trainer is
+            not modified. You may also pass a class or function that Ray's `Tuner` accepts.
         param_space: Trainer arguments that contain search spaces: `{"train_loop_config": {"lr": tune.grid_search([0.1,
             1])}}`. They are merged into the trainer's arguments. May include `scaling_config`, as an object or a dict,
             and `datasets`.
         tune_config: A `TuneConfig`: metric, number of trials, search algorithm, scheduler.
-        run_config: Replaces the trainer's run config.
+        run_config: Run config to use instead of the trainer's.
 
     Raises:
         ValueError: `param_space` has a `run_config`. Other invalid values are reported by `fit`, before the first
@@ -98,7 +99,7 @@ class Tuner:
         return ResultGrid(self._tuner.fit())
 
     def get_results(self) -> ResultGrid:
-        """Return the results of a restored or finished sweep."""
+        """Return the results of a finished or restored sweep, without running trials."""
         return ResultGrid(self._tuner.get_results())
 
     @classmethod
@@ -115,7 +116,7 @@ class Tuner:
         """Return a tuner for an interrupted sweep. Its `fit` runs the remaining trials.
 
         Args:
-            path: The sweep's folder or its URI.
+            path: The sweep's folder or its URI. This is `ResultGrid.experiment_path`.
             trainable: The same trainer as before. Default: the trainer that was saved with the sweep, which has no
                 datasets.
             resume_unfinished: True to continue unfinished trials from their last checkpoints.
@@ -138,7 +139,7 @@ class Tuner:
             raise ValueError(
                 f"`path={masked(str(path))!r}`: there is no sweep. Pass the folder that has the name of the sweep."
             )
-        tuner._trainable, tuner._run_config = trainable, None  # the sweep keeps what was saved with it
+        tuner._trainable, tuner._run_config = trainable, None  # None, so that `fit` does not save the trainer again
         is_trainer = isinstance(trainable, BaseTrainer)
         run_config = at_place(trainable.run_config, place, storage_filesystem) if is_trainer else None
         tuner._tuner = tune.Tuner.restore(
@@ -162,7 +163,7 @@ class ResultGrid:
     """The results of a sweep, one per trial.
 
     Args:
-        grid: The result grid of Ray's `Tuner`.
+        grid: The `ResultGrid` that Ray's `Tuner` returned.
 
     Examples:
         >>> for result in tuner.fit():  # doctest: +SKIP
@@ -191,8 +192,9 @@ class ResultGrid:
         """Return the result of the best trial.
 
         Args:
-            metric: The metric. Default: the metric of the `TuneConfig`.
-            mode: "min" or "max". Default: the mode of the `TuneConfig`.
+            metric: Name of the metric that ranks the trials. Default: the metric of the `TuneConfig`.
+            mode: "min" or "max": whether the lowest or the highest value is best. Default: the mode of the
+            `TuneConfig`.
             scope: Which of a trial's reports count: "last" for the last report, "all" for the best report, "avg" for
                 the mean of all reports.
             filter_nan_and_inf: True to ignore values that are NaN or infinite.
@@ -204,7 +206,12 @@ class ResultGrid:
         return as_result(self._grid.get_best_result(metric, mode, scope, filter_nan_and_inf))
 
     def get_dataframe(self, filter_metric: str | None = None, filter_mode: str | None = None) -> pandas.DataFrame:
-        """Return the last reports of all trials as a `pandas.DataFrame`. With a filter, return the best reports."""
+        """Return each trial's last report as a row of a `pandas.DataFrame`.
+
+        Args:
+            filter_metric: If set with `filter_mode`, return each trial's best report by this metric instead.
+            filter_mode: "min" or "max": whether the lowest or the highest value is best.
+        """
         return self._grid.get_dataframe(filter_metric, filter_mode)
 
     @property
@@ -233,12 +240,20 @@ class ResultGrid:
         return int(self._grid.num_terminated)
 
     def __repr__(self) -> str:
-        """Return a representation of all results."""
+        """Return a string that shows all results."""
         return f"ResultGrid({list(self)!r})"
 
 
 def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
-    """Return the trainable for Ray's `Tuner`. A trainer's trials use the storage and the rules of `run_config`."""
+    """Convert a trainer for Ray's `Tuner`. Other trainables are returned unchanged.
+
+    Args:
+        trainable: The user's trainer, class or function.
+        run_config: Run config for the trainer's trials. Default: the trainer's.
+
+    Raises:
+        TypeError: `trainable` is a Ray trainer, or a trainer that is already running.
+    """
     if isinstance(trainable, BaseTrainer):
         trainable = copy(trainable)
         trainable.run_config = run_config or trainable.run_config
@@ -257,7 +272,7 @@ def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
 
 
 def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
-    """Return the run config to use: the tuner's if set, else the trainer's."""
+    """Return the run config to use: `run_config` if it is set, else the trainer's run config, else the defaults."""
     own = trainable.run_config if isinstance(trainable, BaseTrainer) else None
     if run_config is not None and own is not None and own != RunConfig():
         logger.info("`Tuner(run_config=...)` counts, and the trainer's `run_config` does not")
@@ -265,7 +280,7 @@ def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
 
 
 def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the space with configs as dicts, so that Ray Tune finds all search spaces in them."""
+    """Return `param_space` with each `ScalingConfig` as a dict, so that Ray Tune finds search spaces in it."""
     if not isinstance(trainable, BaseTrainer):
         return dict(param_space)
     refuse_run_config(param_space)
@@ -275,7 +290,10 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_ray_config(config: RunConfig) -> Any:
-    """Convert a run config for Ray Tune. If no checkpoints are kept, Tune gets no checkpoints and needs no limit."""
+    """Convert a run config to Ray Tune's `RunConfig`.
+
+    `num_to_keep=0` becomes None, because trials then pass no checkpoints to Tune, and Tune does not accept 0.
+    """
     tune = tune_trial.require_tune(_NEEDED_BY)
     kept = config.checkpoint_config
     optional: dict[str, Callable[[Any], Any] | Any] = {
@@ -327,10 +345,10 @@ def as_checkpoint(checkpoint: Any) -> Checkpoint:
 
 
 class CallsInTrials:
-    """Calls copies of the callbacks for each trial. Ray Tune calls the hooks of this object.
+    """Calls a separate copy of a sweep's raysgd callbacks for each trial. Ray Tune calls the hooks of this object.
 
     Args:
-        callbacks: The callbacks, which are copied for each trial and called in this order.
+        callbacks: The user's raysgd callbacks, which are copied for each trial and called in this order.
 
     Raises:
         ValueError: Two callbacks write to the same file.
@@ -343,7 +361,7 @@ class CallsInTrials:
         self._make("trial", {}, ".")  # raises an error before the first trial if a callback cannot be used
 
     def on_trial_start(self, trial: Any, **info: Any) -> None:
-        """Start a trial, or restart it."""
+        """Notify the trial's callbacks that it starts. If it restarts, do nothing."""
         if trial.trial_id not in self._of_trial:
             calls = self._make(str(trial), trial.config, trial.local_path)
             calls.load_states(self._saved.get(trial.trial_id, ()))
@@ -351,19 +369,19 @@ class CallsInTrials:
         self._of_trial[trial.trial_id].begin_run()
 
     def on_trial_result(self, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
-        """Forward a trial's report."""
+        """Pass a trial's report to its callbacks."""
         self._of_trial[trial.trial_id].report(result)
 
     def on_checkpoint(self, trial: Any, checkpoint: Any, **info: Any) -> None:
-        """Forward a trial's checkpoint."""
+        """Pass the path of a trial's checkpoint to its callbacks."""
         self._of_trial[trial.trial_id].tell("on_checkpoint", str(checkpoint.path))
 
     def on_trial_complete(self, trial: Any, **info: Any) -> None:
-        """End a successful trial."""
+        """Notify the callbacks of a successful trial that it has ended."""
         self._end(trial, None)
 
     def on_trial_error(self, trial: Any, **info: Any) -> None:
-        """End a failed trial, even if it never started."""
+        """Notify the callbacks of a failed trial that it has ended. Do nothing if the trial never started."""
         self._end(trial, trial.get_error() or RuntimeError(f"the trial {trial} failed"))
 
     def get_state(self) -> dict[str, Any]:

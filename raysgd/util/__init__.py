@@ -1,9 +1,9 @@
 """Iterators over sharded data, and sharded data frames: the former `ray.util.iter` and `ray.util.data`.
 
-Everything is lazy and runs in the process that iterates over a shard. An iterator is a plain description that can be
-pickled, and does not need Ray.
+Everything is lazy and runs in the process that iterates over a shard. An iterator only describes how to compute its
+elements. It can be pickled and does not need Ray.
 
-Users start the processes, and decide in which order several processes read their shards.
+This package starts no processes. Callers decide which process reads which shard, and when.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class MLDataset(ParallelIterator):
     """Sharded data frames.
 
     Args:
-        shards: The shards.
+        shards: Shards whose elements are pandas data frames.
         name: Name to show in `repr`.
         batch_size: Maximum number of rows in a frame; 0 if unknown.
         repeated: True if the shards repeat indefinitely.

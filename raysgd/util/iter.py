@@ -1,8 +1,8 @@
 """Parallel iterators over sharded elements. Each shard is read by one worker. The former `ray.util.iter`.
 
-Nothing runs until a shard is iterated over, and then it runs in the process and thread of that iteration. Each
-iteration starts from the beginning. A shard is a description that can be pickled: the source of its elements, and the
-stages that they pass through.
+Nothing runs until you iterate over a shard. The elements are then computed in the iterating process and thread. Each
+iteration starts from the beginning. A shard only stores the source of its elements and the stages, such as functions
+and filters, that the elements pass through. It can be pickled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ StagesT = TypeVar("StagesT", bound="_Stages")
 Stage = Callable[[Iterator[Any]], Iterable[Any]]
 """One stage of a shard: a function from an iterator over elements to an iterable of new elements."""
 
-_MOST_CALLS = 64  # concurrent calls, if their number is not limited
+_MOST_CALLS = 64  # number of concurrent calls with `max_concurrency=0`, which means no limit
 
 
 def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
@@ -34,7 +34,7 @@ def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) 
     [1, 3]
 
     Args:
-        items: The items.
+        items: The elements of the iterator.
         num_shards: Number of shards.
         repeat: True to repeat each shard indefinitely.
     """
@@ -72,7 +72,7 @@ def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | 
 
 @dataclass(frozen=True)
 class ItemShard:
-    """The source of elements, and the stages that they pass through.
+    """One shard: the source of its elements, and the stages that the elements pass through.
 
     Attributes:
         source: Returns an iterator over the elements before the first stage.
@@ -90,9 +90,11 @@ class ItemShard:
         return iter(elements)
 
     def then(self, stage: Stage, size: int | None = None) -> ItemShard:
-        """Return the shard with an additional stage that combines `size` elements into one.
+        """Return the shard with an additional last stage.
 
-        None if the number varies.
+        Args:
+            stage: The stage to add.
+            size: Number of elements that the stage combines into one, or None if the number varies.
         """
         return ItemShard(self.source, (*self.stages, (stage, size)))
 
@@ -175,7 +177,7 @@ def _every_nth_group(step: int, start: int, size: int, elements: Iterator[Any]) 
 
 
 class _Stages:
-    """Methods that add stages, for one shard or several."""
+    """Base class of `ParallelIterator` and `LocalIterator`. Its methods return an iterator with an additional stage."""
 
     def _then(self: StagesT, stage: Stage, name: str, size: int | None = None) -> StagesT:
         raise NotImplementedError
@@ -202,7 +204,7 @@ class _Stages:
         return self._then(partial(filter, filter_fn), ".filter()")
 
     def batch(self: StagesT, n: int) -> StagesT:
-        """Combine `n` elements into a list. The last list of a shard may be shorter."""
+        """Combine every `n` elements into a list. The last list of a shard may be shorter."""
         size = check_count("n", n, "It is the size of a batch.")
         return self._then(partial(_batches, size), f".batch({n})", size)
 
@@ -224,10 +226,10 @@ class _Stages:
 
 
 class ParallelIterator(_Stages):
-    """Sharded elements. Methods return new iterators. Nothing runs until a shard is iterated over.
+    """An iterator over sharded elements. Methods return new iterators. Nothing runs until you iterate over a shard.
 
     Args:
-        shards: The shards.
+        shards: The shards, in order of their indices.
         name: Name to show in `repr`.
     """
 
@@ -260,9 +262,9 @@ class ParallelIterator(_Stages):
     def repartition(self, num_partitions: int, batch_ms: int = 0) -> ParallelIterator:
         """Change the number of shards. Elements are distributed over the new shards round-robin.
 
-        Each new shard reads all former shards, and drops the elements of other shards as early as possible. Stages such
-        as `for_each` still run once per element. Only stages before a stage such as `filter` or `transform` run again
-        in every shard.
+        Each new shard reads all former shards, and drops the elements of other new shards as early as possible. Stages
+        such as `for_each` and `batch` therefore run only once per element. Stages up to the last `filter`, `transform`
+        or other stage that changes the number of elements unpredictably run in every new shard.
 
         Args:
             num_partitions: Number of shards.
@@ -297,7 +299,7 @@ class ParallelIterator(_Stages):
         return len(self._shards)
 
     def shards(self) -> list[LocalIterator]:
-        """Return all shards."""
+        """Return a list of iterators, one per shard, in order of the shards' indices."""
         return [self.get_shard(index) for index in range(len(self._shards))]
 
     def get_shard(self, shard_index: int, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
@@ -314,11 +316,11 @@ class ParallelIterator(_Stages):
         return LocalIterator(self._shard(shard_index), f"{self.name}.shard[{shard_index}]")
 
     def gather_sync(self) -> LocalIterator:
-        """Return all elements, taking one element from each shard in turn."""
+        """Return an iterator over all elements, taking one element from each shard in turn."""
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
-        """Return all elements, in no particular order."""
+        """Return an iterator over all elements, whose order is not guaranteed."""
         return LocalIterator(ItemShard(partial(_interleaved, self._shards)), f"{self}.gather_async()")
 
     def take(self, n: int) -> list[Any]:
@@ -339,7 +341,7 @@ class LocalIterator(_Stages):
     """The elements of one shard. Each call of `iter()` starts from the beginning; `next()` continues.
 
     Args:
-        shard: The shard.
+        shard: The shard to read.
         name: Name to show in `repr`.
     """
 
@@ -370,7 +372,7 @@ class LocalIterator(_Stages):
         return self._shuffled(shuffle_buffer_size, seed)
 
     def union(self, other: LocalIterator) -> LocalIterator:
-        """Return the elements of both iterators in turn."""
+        """Return an iterator that takes one element from each of both iterators in turn."""
         both = ItemShard(partial(_interleaved, [self._shard, other._shard]))
         return LocalIterator(both, f"LocalUnion[{self}, {other}]")
 

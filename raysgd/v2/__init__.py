@@ -1,7 +1,7 @@
-"""The former `ray.util.sgd.v2`: `raysgd.train` with its first names and its first order of arguments.
+"""The former `ray.util.sgd.v2`: `raysgd.train` with the names and the argument order of its first version.
 
-Its functions are strict: they raise an error outside a run. The frameworks' configs are available here too, but not in
-`__all__`, because `import *` must work without the frameworks.
+Functions such as `report` raise an error if they are called outside a training function. The frameworks' configs can be
+imported from here, but are not in `__all__`, because `import *` must work without the frameworks.
 """
 
 from collections.abc import Callable

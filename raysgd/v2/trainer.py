@@ -1,4 +1,4 @@
-"""`Trainer` with the first order of arguments of `run`. Later versions have `dataset` before `checkpoint`."""
+"""`Trainer` whose `run` has the argument order of `ray.util.sgd.v2`, in which `checkpoint` precedes `dataset`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The modules of `raysgd.air.integrations`, under their names in Ray 2.0."""
+"""The Ray 2.0 import paths of the modules in `raysgd.air.integrations`."""

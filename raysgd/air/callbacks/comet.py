@@ -1,4 +1,4 @@
-"""Comet in runs of `fit()`: `raysgd.air.integrations.comet` under its name in Ray 2.0."""
+"""The Ray 2.0 import path of `raysgd.air.integrations.comet`: a Comet logger for `fit()` runs."""
 
 from __future__ import annotations
 

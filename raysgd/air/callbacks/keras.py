@@ -1,4 +1,4 @@
-"""Callbacks for Keras in runs of `fit()`: `raysgd.air.integrations.keras` under its name in Ray 2.0."""
+"""The Ray 2.0 import path of `raysgd.air.integrations.keras`: Keras callbacks for `fit()` runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow in runs of `fit()`: `raysgd.air.integrations.mlflow` under its name in Ray 2.0."""
+"""The Ray 2.0 import path of `raysgd.air.integrations.mlflow`: MLflow logging for `fit()` runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases in runs of `fit()`: `raysgd.air.integrations.wandb` under its name in Ray 2.0."""
+"""The Ray 2.0 import path of `raysgd.air.integrations.wandb`: Weights & Biases logging for `fit()` runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Integrations of other tools with `fit()`: MLflow, Weights & Biases, Comet, Keras.
 
-Each module needs its tool's package.
-
-The loggers come from Ray. Code that runs in workers is raysgd's, because it needs the rank from raysgd's session.
+Each module needs the package of its tool. The loggers are imported from Ray. The functions for workers are implemented
+here, because they need the rank from raysgd's session.
 """

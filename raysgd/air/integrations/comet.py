@@ -1,4 +1,4 @@
-"""Comet: a logger for `RunConfig(callbacks=[...])`."""
+"""A Comet logger for `RunConfig(callbacks=[...])`, imported from Ray."""
 
 from __future__ import annotations
 

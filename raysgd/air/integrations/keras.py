@@ -28,7 +28,7 @@ _tensorflow = require("tensorflow", extra="tf", purpose="`raysgd.air.integration
 
 
 class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-defined]
-    """Reports metrics at the given Keras events, and saves the model at some of them.
+    """Reports metrics at the given Keras events, and saves the model's weights at some of these events.
 
     It defines methods only for these events, because Keras computes batch logs for each batch event that a callback
     handles.
@@ -53,7 +53,7 @@ class _Reporting(_tensorflow.keras.callbacks.Callback):  # type: ignore[name-def
 
     @abc.abstractmethod
     def _saves(self, event: str) -> bool:
-        """Return True to save the weights at this event. Called once per occurrence of the event."""
+        """Return True to save the weights at this event. Called each time that the event occurs."""
 
 
 class ReportCheckpointCallback(_Reporting):
@@ -93,7 +93,8 @@ class Callback(_Reporting):
     Args:
         metrics: The metrics to report: Keras names, or a dict that maps your names to Keras names. Default: all.
         on: One or more events at which to report, such as "epoch_end".
-        frequency: Save the weights with every n-th report; 0 for never. One number, or one number per event.
+        frequency: Save the weights with every `frequency`-th report; 0 for never. Pass one number for all events, or
+            one number per event.
 
     Raises:
         ValueError: Keras has no such event, or `frequency` and `on` differ in length.
@@ -124,7 +125,7 @@ def _several(names: str | Sequence[str]) -> list[str]:
 
 
 def _chosen(metrics: Metrics, logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics to report.
+    """Return the metrics to report from Keras's `logs`, under the user's names.
 
     Raises:
         KeyError: Keras has no metric with a requested name.

@@ -1,4 +1,4 @@
-"""`raysgd migrate`: rewrites programs written for the old library, and reports what a person must decide.
+"""`raysgd migrate`: rewrites programs for `ray.util.sgd` and its successors, and reports what a person must decide.
 
 `source.py` rewrites one file, `names.py` its imports and the names that they bind, `calls.py` calls with arguments that
 are no longer accepted, and `files.py` walks files and folders. `layout.py` keeps comments with their arguments, and

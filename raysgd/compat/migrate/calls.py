@@ -1,6 +1,7 @@
-"""Calls with arguments that are no longer accepted: rewritten, or reported with advice on what to write.
+"""Rewrites calls with arguments that are no longer accepted, or reports them with advice on what to write.
 
-These are calls of `TorchTrainer`, of Ray's functions, and of Keras where Keras 3 rejects what Keras 2 accepted.
+These are calls of `TorchTrainer`, of Ray's functions, and of Keras methods that accepted more in Keras 2 than in Keras
+3.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ RENAMED = {
     _RUN: {"local_dir": "storage_path"},
     _EXPERIMENT: {"local_dir": "storage_path"},
 }
-"""Arguments that have another name in current Ray."""
+"""For each Ray function, the arguments that have another name in current Ray."""
 _TRIALS_OF = "leave it out, and take `.trials` of what `ray.tune.run` returns"
 _CALLBACKS = "pass `callbacks=[...]`"
 _STORAGE = 'pass `storage_path="s3://..."`'
@@ -75,7 +76,7 @@ _TO_LEAVE_OUT = {
         "sync_on_checkpoint sync_to_driver trial_executor with_server"
     ),
 }
-"""Arguments that current Ray no longer accepts."""
+"""For each Ray function, the arguments that current Ray no longer accepts, with advice."""
 _TO_REPLACE = {
     _RUN: {
         "chdir_to_trial_dir": 'set `RAY_CHDIR_TO_TRIAL_DIR` to `"0"` or `"1"` in the environment',
@@ -159,7 +160,7 @@ _METHODS_OF_DATASETS = {
     "to_torch": _TO_TORCH,
     "window": "Ray Data has no windows: pass the dataset itself, which is read while it is used",
 }
-"""Methods of datasets whose names other objects use too."""
+"""Methods of Ray Data datasets whose names are common. They count only if the object is known to be a dataset."""
 _FIRST_TRAINERS = re.compile(
     r"ray\.(util|experimental)\.sgd|PyTorchTrainer|from raysgd(\.torch)? import .*TorchTrainer"
 )
@@ -184,7 +185,10 @@ _ENDINGS = (".keras", ".h5")
 def methods_to_change(
     node: cst.ClassDef, names_of: Callable[[cst.BaseExpression], set[str]]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """Yield operator constructors that raysgd cannot call, and outdated trial methods, each with advice."""
+    """Yield the methods of a class that a person must change, each with advice.
+
+    These are constructors of operators that raysgd cannot call, and methods of Ray Tune trainables with former names.
+    """
     bases = {name for base in node.bases for name in names_of(base.value)}
     for method in node.body.body:
         if not isinstance(method, cst.FunctionDef):
@@ -205,12 +209,13 @@ class Calls:
 
     Args:
         source: The program's source code.
-        names_of: Returns the current names that an expression may refer to.
+        names_of: Returns the current dotted names that an expression may refer to.
         tell: Reports a call, with advice for a person, and a flag that is True if the call cannot work.
-        datasets: The known datasets of the program.
+        datasets: Tracks which variables of the program are Ray Data datasets.
 
     Attributes:
-        needs: Modules to import. Their names are written in full, because programs may define their own `BATCH_SIZE`.
+        needs: Modules that the rewritten program must import. It uses their full names, such as
+            `raysgd.utils.BATCH_SIZE`, because the program may define its own `BATCH_SIZE`.
     """
 
     def __init__(
@@ -275,7 +280,7 @@ class Calls:
             function = "os.path.expanduser({})" if text.startswith("~") else function
         elif (isinstance(value, cst.Call) and self._names_of(value.func) & _ABSOLUTE) or _is_none(value):
             return arg
-        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # its value may be None
+        elif isinstance(value, cst.Name | cst.Attribute | cst.Subscript):  # the variable's value may be None
             function = "{} and os.path.abspath(os.path.expanduser({}))"
         else:
             function = "os.path.abspath(os.path.expanduser({}))"
@@ -299,7 +304,10 @@ class Calls:
         return after.in_call(new) if after != before else new
 
     def _with_operator(self, arguments: Arguments) -> Arguments:
-        """Replace creator functions with an operator class, derived from the user's operator class if passed."""
+        """Replace creator functions with an operator class that `from_creators` creates from them.
+
+        It is called on the user's operator class if that was passed, else on `TrainingOperator`.
+        """
         taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
         if not any(name_of(each.arg) in _CREATORS for each in taken):
             return arguments
@@ -318,7 +326,7 @@ class Calls:
         return arguments.replaced(first, operator).without([*taken[1:], *own])
 
     def _with_batch_size(self, arguments: Arguments) -> Arguments:
-        """Move the batch size into the config."""
+        """Replace the argument `batch_size` with an entry in the config."""
         size = arguments.named("batch_size")
         if size is None:
             return arguments
@@ -357,7 +365,7 @@ class Calls:
             self._tell(call, _METHODS_OF_DATASETS[name], is_error=not works)
 
     def _of_report(self, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Put the metrics of a report into a dict, unless the call already has the current form."""
+        """Convert `report(loss=...)` to `report({"loss": ...})`, unless the call already has the current form."""
         if self._is_distributed:
             self._tell(old, _DISTRIBUTED, is_error=True)
             return new
@@ -396,7 +404,7 @@ def _with_dict(call: cst.Call) -> cst.Call:
 
 
 def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cst.Dict:
-    """Return the config with an additional entry."""
+    """Return the expression for a trainer's config, with an additional entry."""
     if config is None or _is_none(config):
         return cst.Dict([entry])
     if isinstance(config, cst.Dict):
@@ -408,14 +416,14 @@ def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cs
 
 
 def _with_parameters(source: str) -> set[str]:
-    """Return the names of functions that require arguments."""
+    """Return the names of the program's functions that have required parameters, without methods."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     needing = [node for node in functions if len(node.args.args) > len(node.args.defaults)]
     return {node.name for node in needing if node.args.args[0].arg != "self"}
 
 
 def _keys_of_results(source: str) -> dict[str, str]:
-    """Return the renamed results, except results whose old names the program uses for its own values."""
+    """Return the results that were renamed, by old name. Omit old names that the program uses for its own values."""
     return {name: now for name, now in _KEYS.items() if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 

@@ -1,4 +1,4 @@
-"""Finds the variables and expressions of a program that are Ray Data datasets, as far as its source shows."""
+"""Finds the variables and expressions of a program that are Ray Data datasets, as far as its source code shows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from libcst import helpers
 from libcst.metadata import Scope
 
 Kind = Literal["dataset", "shard"]
-"""A dataset in the driver, or a worker's shard of a dataset."""
+"""Whether an expression is a dataset in the driver, or a worker's shard of a dataset."""
 
 _MADE_BY = ("ray.data.range", "ray.data.read_", "ray.data.from_")
 _SHARD = ".get_dataset_shard"
@@ -19,9 +19,9 @@ _SAME = (
     "random_sample random_shuffle random_shuffle_each_window randomize_block_order rename_columns repartition repeat "
     "rewindow select_columns sort union window zip"
 )
-"""Methods that return a dataset."""
+"""Methods of a dataset that return another dataset."""
 _PARTS = {"split", "split_at_indices", "split_proportionately", "train_test_split"}
-"""Methods that return several datasets."""
+"""Methods of a dataset that return several datasets."""
 
 
 class Datasets:

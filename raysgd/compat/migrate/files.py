@@ -1,4 +1,4 @@
-"""Walks files and folders, and rewrites their programs in memory."""
+"""Finds the programs in files and folders, and rewrites them in memory."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
     """Rewrite one file in memory. Symbolic links and special files are skipped.
 
     Args:
-        path: The file.
-        ray_train: True if `ray.train` and `ray.air` mean the old library.
+        path: The program's file.
+        ray_train: True if `ray.train` and `ray.air` in the program mean their former versions, not current Ray.
     """
     reason = _obstacle(path)
     if reason is not None:
@@ -59,7 +59,10 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedProgram:
 
 
 def _obstacle(path: Path) -> str | None:
-    """Return why a path is skipped: a pipe may never end, and a link leads to a file that was not named."""
+    """Return why a path is skipped, or None if it is a regular file.
+
+    Reading a pipe may never end, and a symbolic link leads to a file that the user did not name.
+    """
     if path.is_symlink():
         return f"it is a link to `{path.resolve()}`, which you can pass by itself"
     return None if path.is_file() or not path.exists() else "it is not a regular file"

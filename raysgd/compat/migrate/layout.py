@@ -1,4 +1,4 @@
-"""The arguments of a call with their lines and comments, which move together with an argument."""
+"""Edits the arguments of a call so that each argument keeps its line and its comments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def comments_in(*nodes: cst.CSTNode) -> list[str]:
 
 
 def lost_comments(before: Sequence[cst.CSTNode], after: Sequence[cst.CSTNode]) -> list[str]:
-    """Return the comments in some nodes that are missing in their replacements."""
+    """Return the comments in the nodes `before` that are missing in their replacements `after`."""
     return list((Counter(comments_in(*before)) - Counter(comments_in(*after))).elements())
 
 
@@ -65,11 +65,11 @@ class Argument:
         return replace(self, arg=self.arg.with_changes(keyword=cst.Name(keyword), value=value))
 
     def at_end_of(self, line: cst.TrailingWhitespace | None) -> Argument:
-        """Return the argument with another line end."""
+        """Return the argument with `line` as the end of its line, including a comment there."""
         return replace(self, after=line)
 
     def below(self, comments: Sequence[str], indent: str) -> Argument:
-        """Return the argument with more comments above it."""
+        """Return the argument with additional comments on the lines above it."""
         if not comments:
             return self
         lines = [_line(text, indent) for text in comments]
@@ -81,10 +81,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Arguments:
-    """All arguments of a call.
+    """All arguments of a call, with their layout.
 
     Attributes:
-        each: The arguments.
+        each: The arguments, in order.
         has_last_comma: True if a comma follows the last argument.
         start: The end of the opening parenthesis's line. None if an argument follows on the line.
         end: The whitespace before the closing parenthesis.
@@ -135,7 +135,7 @@ class Arguments:
         return replace(self, each=[new if each is old else each for each in self.each])
 
     def in_call(self, call: cst.Call) -> cst.Call:
-        """Return the call with these arguments."""
+        """Return a copy of `call` with these arguments."""
         start = self._gap(self.start, self.each[0].before, self.indent)
         return call.with_changes(args=list(self._joined()), whitespace_before_args=start)
 
@@ -163,11 +163,11 @@ class Arguments:
 
 
 def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent: str) -> cst.Call:
-    """Return a call with arguments of another call: on one line, or on separate lines if there are comments.
+    """Return a call with arguments taken from another call: on one line, or on separate lines if there are comments.
 
     Args:
         function: The function to call.
-        arguments: The arguments. The lines above the first argument are dropped.
+        arguments: The arguments to pass. Comments above the first argument are dropped.
         indent: The indentation of the call.
     """
     first, *others = arguments
@@ -184,7 +184,7 @@ def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent:
 
 
 def name_of(arg: cst.Arg) -> str | None:
-    """Return the keyword of an argument, or None."""
+    """Return the keyword of an argument, or None for a positional argument."""
     return arg.keyword.value if arg.keyword is not None else None
 
 

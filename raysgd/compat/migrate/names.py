@@ -1,4 +1,4 @@
-"""Rewrites imports of the old library, and the dotted names that they bind."""
+"""Rewrites a program's imports of the old library, such as `ray.util.sgd`, and uses of the names that they bind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """A place in a program that a person must check.
+    """A line of a program that a person must check.
 
     Attributes:
         line: Line number in the original program, counted from 1.
@@ -48,10 +48,10 @@ class OldNames(cst.CSTTransformer):
     """Rewrites the names of a program while visiting it.
 
     Args:
-        program: The program.
+        program: The program's syntax tree, with libcst's metadata.
         source: The program's source code.
         paths: The table of old and new names.
-        findings: Set to which findings are added.
+        findings: Set to which `Finding`s are added.
 
     Attributes:
         needs: Modules to import for the rewritten names.
@@ -79,7 +79,7 @@ class OldNames(cst.CSTTransformer):
         self._methods: dict[cst.CSTNode, str] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Record the statement that contains the following nodes."""
+        """Start collecting comments for a statement. The nodes visited until `on_leave` belong to it."""
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
             self._lost.append([])
@@ -88,7 +88,10 @@ class OldNames(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Insert comments above a statement: what only a person can rewrite, and comments that the rewrite dropped."""
+        """Insert the comments collected for a statement above it.
+
+        These describe what only a person can rewrite, and include the program's comments that the rewrite dropped.
+        """
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
             return left
@@ -111,7 +114,10 @@ class OldNames(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
-        """Split an import of names that are now in several modules into several lines. Comments stay where they are."""
+        """Rewrite the imports in a line.
+
+        If the names are now in several modules, split the import into several lines.
+        """
         body: list[cst.BaseSmallStatement] = []
         for statement in updated_node.body:
             body += self._rewritten(statement, original_node)
@@ -126,7 +132,7 @@ class OldNames(cst.CSTTransformer):
     def leave_SimpleStatementSuite(
         self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
     ) -> cst.SimpleStatementSuite:
-        """Rewrite an import after a colon, as in `try: import ray`."""
+        """Rewrite imports in a line that follows a colon, as in `try: import ray`."""
         body = [each for statement in updated_node.body for each in self._rewritten(statement, original_node)]
         self._lost[-1] += lost_comments(updated_node.body, body)
         if len(body) > len(updated_node.body):
@@ -307,7 +313,10 @@ def _folders_of_ray() -> Sequence[str]:
 
 
 def _behind_module_of_ray(name: str) -> tuple[str, str]:
-    """Return the longest Ray module in a dotted name, and the next part of the name, which may be empty."""
+    """Split a dotted name.
+
+    Return the longest prefix that is a Ray module, and the part after it, which may be empty.
+    """
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
         for root in _folders_of_ray():

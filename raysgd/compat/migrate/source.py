@@ -18,10 +18,10 @@ from raysgd.compat.paths import Paths
 from raysgd.core.files import replacing
 
 _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
-"""Matches every program that may need changes."""
+"""Matches the source code of every program that may need changes."""
 _WRITABLE = 0o222
 _OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|ray\.experimental\.sgd|raysgd")
-"""Matches programs in which `ray.util.iter` means the old module."""
+"""Matches the source code of programs in which `ray.util.iter` means the former module, which raysgd has now."""
 _LEFT_TO_RAY = (
     "`ray.train`, `ray.air` and `ray.tune` stay Ray's in this file, with the configs. Today's Ray takes the configs of "
     "`ray.train`, such as `ray.train.ScalingConfig`, and refuses those of `ray.air`"
@@ -47,7 +47,7 @@ class MigratedProgram:
 
     @property
     def has_failed(self) -> bool:
-        """True if some of the program can be rewritten only by a person."""
+        """True if a part of the program can be rewritten only by a person, or the program could not be read."""
         return any(finding.is_error for finding in self.findings)
 
     @property
@@ -80,8 +80,8 @@ def migrate(text: bytes, ray_train: bool = False) -> MigratedProgram:
     """Rewrite a program. A line that only a person can rewrite gets a comment.
 
     Args:
-        text: The file's content.
-        ray_train: True if `ray.train` and `ray.air` mean the old library, not current Ray.
+        text: The content of the program's file.
+        ray_train: True if `ray.train` and `ray.air` in the program mean their former versions, not current Ray.
     """
     try:
         tree = ast.parse(text)  # first, because libcst crashes on very deeply nested code

@@ -1,9 +1,9 @@
 """Defers the import of PyTorch's compiler, `torch._dynamo`, until something needs it.
 
-That import takes nearly as long as PyTorch's own. Even programs that compile nothing trigger it, because the first
-optimizer, `DistributedDataParallel` and process groups access attributes of the compiler that matter only in compiled
-code. A stand-in module provides these attributes. Accessing any other attribute imports the real module, which
-replaces the stand-in for good.
+That import takes nearly as long as the import of PyTorch itself. Even programs that compile nothing trigger it, because
+the first optimizer, `DistributedDataParallel` and process groups access attributes of the compiler that matter only in
+compiled code. A stand-in, a module object registered as `torch._dynamo`, provides these attributes. Accessing any other
+attribute imports the real module, which replaces the stand-in for good.
 
 `torch._dynamo` is private to PyTorch. If another version accesses an attribute that the stand-in lacks, the real module
 is imported: no time is saved, but nothing breaks. `RAYSGD_EAGER_COMPILER=1` turns the stand-in off.
@@ -55,7 +55,7 @@ def defer_compiler() -> None:
 
 
 class _DeferredImport(MetaPathFinder, Loader):
-    """Import hook that loads the compiler on demand, and before any of its submodules.
+    """Import hook for `torch._dynamo`, the compiler. It imports the real module on demand, before any submodule.
 
     Attributes:
         module: The real module, or None until it is imported.
@@ -65,7 +65,8 @@ class _DeferredImport(MetaPathFinder, Loader):
         self.module: ModuleType | None = None
         self.stand_in = _StandIn(spec, self)
         self._disabled: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Real specs and loaders of submodules that are being imported. Python temporarily replaces a module's spec.
+        # Real specs and loaders of submodules that are being imported, because Python temporarily replaces their specs
+        # with the result of `find_spec`.
         self._parts: dict[str, tuple[ModuleSpec, Loader | None]] = {}
         self._lock = threading.Lock()  # not held during the import, which takes Python's import locks
 
@@ -75,7 +76,7 @@ class _DeferredImport(MetaPathFinder, Loader):
             self._put(None)
             with OnFailure(functools.partial(self._put, self.stand_in)):
                 module = importlib.import_module(_NAME)
-            # The compiler accesses itself during its own import. Return the incomplete module, and retire nothing yet.
+            # The compiler accesses itself during its own import. Return the incomplete module, and keep the stand-in.
             if module.__spec__ and module.__spec__._initializing:  # type: ignore[attr-defined]
                 return module
             self._take(module)
@@ -154,7 +155,7 @@ class _DeferredImport(MetaPathFinder, Loader):
 
 
 class _StandIn(ModuleType):
-    """Stand-in for the module `torch._dynamo`."""
+    """Stand-in for the module `torch._dynamo`. Attributes that it lacks are those of the real module."""
 
     def __init__(self, spec: ModuleSpec, deferred: _DeferredImport) -> None:
         super().__init__(_NAME)  # must come first: in Python 3.10, a module cannot have attributes before
@@ -199,7 +200,7 @@ class _StandIn(ModuleType):
 
 
 class _CompilerStandIn:
-    """Stand-in for a submodule of the compiler."""
+    """Stand-in for a submodule of the compiler. Attributes that it lacks are those of the real submodule."""
 
     def __init__(self, deferred: _DeferredImport, name: str, answers: Mapping[str, Any]) -> None:
         vars(self).update(_deferred=deferred, _name=name, _answers=answers)

@@ -1,9 +1,9 @@
-"""Finds gloo's sockets between the ranks of a group and shuts them down, which ends all waits at once.
+"""Finds the sockets that gloo uses between the ranks of a group, and shuts them down to abort gloo's collectives.
 
 When a rank dies, only the ranks that were communicating with it notice. The others wait for ranks that have given up,
 and gloo has no call to abort such a wait. Shutting down the sockets does abort it. This works from any thread, even if
-no packet ever reports that the peer is gone. The ranks' addresses are read from the values that gloo writes to the
-board: ADR 55.
+no packet ever reports that the peer is gone. To recognize the sockets, this module reads the ranks' addresses from the
+values that gloo writes to the board, the key-value store of the group: ADR 55.
 
 This module works on Linux only, because it reads `/proc`. On other systems it finds no sockets, and waiting ranks are
 replaced instead of kept.
@@ -25,9 +25,9 @@ from typing import TypeAlias
 
 from raysgd.core.connections.mesh.board import Board
 
-LATER_S = 1.0  # long enough for the first steps of a new group
+LATER_S = 1.0  # delay before old connections are cut; long enough for the first steps of the next group
 
-_HEAD = 256  # bytes to read of a value from gloo: the address comes first, the rest grows with the number of ranks
+_HEAD = 256  # number of bytes to search in a value from gloo: the address comes first, and values may be long
 _FLOW = bytes(4)  # IPv6 flow information, between port and host in C's `sockaddr_in6`
 _FOLDER = "/proc/self/fd"
 _SIZE_OF_ADDRESS = 28  # size of `sockaddr_in6`, which is larger than `sockaddr_in`
@@ -59,13 +59,13 @@ class DelayedCalls:
 
 
 class GlooConnections:
-    """One rank's gloo sockets, of all process groups over the same ranks.
+    """One rank's gloo sockets, those of all process groups over the same ranks.
 
     Args:
         board: Board with the addresses at which ranks listen, written by gloo or encoded by `as_written`.
 
     Attributes:
-        found: The sockets of this rank, or None before `look`.
+        found: The sockets of this rank, or None until `look` is called.
     """
 
     def __init__(self, board: Board) -> None:
@@ -75,7 +75,8 @@ class GlooConnections:
     def look(self) -> None:
         """Find the sockets. Call this right after a group has formed.
 
-        Addresses that are written later belong to groups that other code forms, which may end at any time.
+        Sockets to addresses that are written to the board later are ignored, because they belong to groups that other
+        code forms and may end at any time.
         """
         self.found = self._find()
 
@@ -115,7 +116,7 @@ def _packed(host: str) -> bytes:
 
 
 def _ports(value: bytes, host: bytes) -> Iterator[int]:
-    """Yield the port that precedes each occurrence of `host`."""
+    """Yield the port that precedes each occurrence of `host`, an encoded address, in a value that gloo wrote."""
     at = value.find(host, 2)
     while at >= 0:
         yield int.from_bytes(value[at - 2 : at], "big")
@@ -150,7 +151,7 @@ class OpenSocket:
     def shut(self) -> None:
         """Shut down the socket in both directions. Do nothing if it is already closed."""
         with suppress(OSError):  # the socket may be closed already
-            duplicate = os.dup(self.number)  # no other thread can close the duplicate
+            duplicate = os.dup(self.number)  # use a duplicate, because another thread may close the original meanwhile
             try:
                 if _identity(duplicate) == self.identity:
                     _shut(duplicate)
@@ -198,7 +199,7 @@ def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSo
 
 
 def _identity(number: int) -> int:
-    """Return a socket's inode, or 0 for other or closed file descriptors."""
+    """Return the inode of an open socket, or 0 if the file descriptor is closed or not a socket."""
     try:
         status = os.fstat(number)
     except OSError:

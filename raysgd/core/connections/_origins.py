@@ -19,7 +19,8 @@ def is_of(error: BaseException, package: str, passing_on: str = "") -> bool:
     Args:
         error: The exception to classify.
         package: Name of the library's package. If it is not imported, none of its Python code can have raised.
-        passing_on: A module of the package that only re-raises exceptions, such as exceptions from another process.
+        passing_on: Name of a module of the package that only re-raises exceptions, such as those from another process.
+            The library does not count as the origin of these.
     """
     where = error.__traceback__
     if where is None:

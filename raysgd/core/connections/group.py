@@ -1,4 +1,7 @@
-"""Collectives on NumPy arrays over a mesh. For small arrays, they are ten times faster than gloo's."""
+"""Collectives on NumPy arrays over a mesh, which consists of sockets between all pairs of ranks.
+
+For small arrays, they are ten times faster than gloo's collectives.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _QUICK_BYTES_OF_MANY = 8 * 2**20
 `examples/benchmarks/small_sums.py`. With fewer ranks, sums of any size are faster."""
 
 _QUICK_BYTES_AT_PORTS = 2**20
-"""Largest array for which a sum is faster than gloo's on one node without Unix sockets, with more than two ranks."""
+"""Largest array for which a sum is faster than gloo's if more than two ranks are on one node without Unix sockets."""
 
 
 class Group:
@@ -50,7 +53,7 @@ class Group:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank spent in collectives waiting for a rank that had not started them."""
+        """Seconds that this rank has waited in collectives for ranks that had not started the same collective."""
         return 0.0 if self._connections is None else self._connections.waited_s
 
     @property
@@ -86,7 +89,7 @@ class Group:
         """Return the sum of all rows of all ranks, added in rank and row order. It is bitwise identical on all ranks.
 
         Args:
-            rows: This rank's rows, possibly none.
+            rows: This rank's rows, as a two-dimensional array, possibly with no rows.
             counts: Number of rows of each rank.
 
         Returns:
@@ -145,7 +148,10 @@ class Group:
         return received
 
     def _gathered_in_rounds(self, own: Array) -> list[Array]:
-        """All-gather in log2 N rounds. In each, a rank sends all arrays it has, twice as far as in the round before."""
+        """All-gather in log2 N rounds.
+
+        In each round, a rank sends all arrays that it has, to a rank twice as far away as in the previous round.
+        """
         found = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
         found[0] = own
         for distance in doubled(self.size):
@@ -213,7 +219,11 @@ class Group:
 
 
 class EarlyVotes:
-    """Asynchronous votes on whether any rank says yes. All ranks must ask the same questions in the same order."""
+    """Asynchronous votes by which ranks learn whether any rank says yes.
+
+    Ranks use them to agree on whether any rank has data left. All ranks must vote on the same questions in the same
+    order.
+    """
 
     def __init__(self, world: World, mesh: Mesh) -> None:
         self._mesh, self._others = mesh, sorted(others(world.rank, world.size))
@@ -230,7 +240,8 @@ class EarlyVotes:
     def _hear(self, number: int) -> bool:
         """Return True if any rank said yes to question `number`, counted from 1.
 
-        Discard answers to earlier questions that nobody waited for. They occur if a `fit` ends before its data does.
+        Discard votes on earlier questions whose result was never requested. They occur if Keras's `fit` ends before the
+        data does.
         """
         while True:
             heard = {rank: bytearray(1) for rank in self._others}

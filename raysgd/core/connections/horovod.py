@@ -23,11 +23,11 @@ INSTALL_COMMAND = "python -m raysgd.horovod.install"
 
 _POLL_S = 0.01
 _REQUEST_TIMEOUT_S = 60
-_SCOPE = "raysgd"  # scope of our keys on the rendezvous server, separate from Horovod's scopes
-_LONGEST_STALL_WARNING_S = 60  # Horovod's default
+_SCOPE = "raysgd"  # namespace for raysgd's keys on Horovod's rendezvous server
+_LONGEST_STALL_WARNING_S = 60  # Horovod's default for the seconds after which it warns about a stalled collective
 
-# Parts of Horovod's error messages, in lower case, if connected ranks disagree about a collective. That is a bug in the
-# user's program. Any other error in a collective means that the group is broken.
+# Parts of the messages, in lower case, of errors that Horovod raises if ranks disagree about a collective, which is a
+# bug in the user's program. Any other error in a collective means that the group is broken.
 _MISTAKES = ("mismatched ", "with the same name as another tensor", "rank zero tried to ", "not supported with join")
 
 
@@ -39,12 +39,13 @@ class RendezvousFailed(RuntimeError):
 class HorovodConnection(Connection):
     """Initializes Horovod over all ranks, even for a single rank, so that `hvd.rank()` works in user code.
 
-    The connection sets environment variables that Horovod reads. It leaves tuning variables that the user has set.
+    The connection sets environment variables that Horovod reads. Variables for timeouts and network interfaces that the
+    user has set stay unchanged.
 
     Attributes:
         timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds and
             checks four times per period, at least once a minute, so raising may take up to 50% longer.
-        start_timeout_s: How long ranks wait for others while the group forms. Default: `timeout_s`.
+        start_timeout_s: How long ranks wait for other ranks while the group forms. Default: `timeout_s`.
         interfaces: Names of allowed network interfaces. Each node uses the first that it has. If empty, each node uses
             the interface that leads to rank 0.
     """
@@ -200,7 +201,7 @@ def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     cross size is the number of these ranks.
 
     Args:
-        places: Node rank and local rank of each rank.
+        places: For each rank, its node rank and its local rank.
     """
     answer = []
     for node_rank, local_rank in places:
@@ -227,7 +228,7 @@ def place(rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> di
 
 
 def tuning(timeout_s: float, interface: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables with our timeout and interface, except those that `environment` has."""
+    """Return the environment variables that set timeouts and the network interface, except those in `environment`."""
     seconds = max(1, math.ceil(timeout_s))
     wanted = {
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
@@ -259,7 +260,7 @@ def _interface_towards(address: str) -> str | None:
     """Return the network interface through which this machine reaches `address`, or None if unknown."""
     import psutil
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
         try:
             probe.connect((address, 9))
         except OSError:
@@ -302,12 +303,12 @@ def _start_server(host: str) -> tuple[int, Callable[[], None]]:
 
 
 def _put(rendezvous: Rendezvous, key: str, value: Any) -> None:
-    """Store a value on the rendezvous server, in our scope."""
+    """Store a value on the rendezvous server, in raysgd's namespace."""
     _request(rendezvous, "PUT", key, json.dumps(value))
 
 
 def _get(rendezvous: Rendezvous, key: str) -> Any:
-    """Return a value in our scope on the rendezvous server, or None if the key is not set yet."""
+    """Return a value in raysgd's namespace on the rendezvous server, or None if the key is not set yet."""
     status, body = _request(rendezvous, "GET", key)
     return json.loads(body) if status == http.HTTPStatus.OK else None
 

@@ -1,4 +1,4 @@
-"""Connects TensorFlow replicas over raysgd's own sockets.
+"""Connects TensorFlow workers over raysgd's own sockets.
 
 In a group of several workers, each worker has `TF_CONFIG` set as TensorFlow documents it, for code that reads its rank
 from this variable.
@@ -26,7 +26,7 @@ _TF_CONFIG = "TF_CONFIG"
 
 @dataclass
 class TensorFlowConnection(Connection):
-    """Connects replicas that each run a separate TensorFlow, with collectives over raysgd's own sockets.
+    """Connects workers that each run TensorFlow independently. Collectives use raysgd's own sockets.
 
     Attributes:
         variables: Environment variables to set in remote workers before TensorFlow is imported.
@@ -102,7 +102,7 @@ class TensorFlowConnection(Connection):
 
 
 _JOINED: tuple[Group, EarlyVotes] | None = None
-"""The group for gradients, metrics and state, and the asynchronous votes on which ranks have data left."""
+"""The group that this process has joined: its collectives, and its votes on whether any rank has data left."""
 
 
 def group_of(world: World) -> Group:
@@ -135,7 +135,7 @@ def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> No
 
     try:
         tf.config.threading.set_intra_op_parallelism_threads(num_threads)
-        # One extra thread, because an op that waits for other ranks occupies a thread.
+        # One extra thread, because a TensorFlow operation that waits for other ranks occupies a thread.
         tf.config.threading.set_inter_op_parallelism_threads(num_threads + 1)
     except RuntimeError:  # the user's hook has already initialized TensorFlow
         return

@@ -1,4 +1,8 @@
-"""`torch.distributed` process groups: gloo or NCCL."""
+"""Connects PyTorch workers: forms `torch.distributed` process groups with gloo or NCCL, and aborts them on failures.
+
+With gloo, the workers are also connected by a mesh, sockets over which small collectives are faster. In both cases,
+they share a board, a key-value store without a server.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.002
 _ABORT_S = 60.0
-_FORM_BESIDE_S = 6.0  # a fifth of gloo's own limit, because all ranks have just communicated
+_FORM_BESIDE_S = 6.0  # timeout for forming additional gloo groups; short, because all ranks have just communicated
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# Parts of the transports' error messages, in lower case, if a peer is gone. PyTorch raises them as `RuntimeError`.
+# Parts of gloo's and NCCL's error messages, in lower case, if another rank is gone. PyTorch raises `RuntimeError`.
 _BROKEN = (
     "connection closed by peer",
     "connection reset by peer",
@@ -53,13 +57,13 @@ _BROKEN = (
 
 @dataclass
 class TorchConnection(Connection):
-    """Forms the default process group over all ranks. A single rank gets no group by default.
+    """Forms the default process group over all ranks. By default, it forms no group for a single rank.
 
     Attributes:
         transport: "gloo" or "nccl".
         timeout_s: How long a collective may wait for other ranks before it raises.
         form_timeout_s: How long ranks may take to form a group. Capped at `timeout_s`.
-        joins_alone: Whether to form a group even for a single rank, because others may join later.
+        joins_alone: Whether to form a group even for a single rank, because other ranks may join later.
     """
 
     transport: str = "gloo"
@@ -129,10 +133,10 @@ class TorchConnection(Connection):
         deadline = self._deadline()
         self._store = store = self._connect(rendezvous, world, deadline)
         self._has_joined, self._is_cut = True, False
-        timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo cannot change it later
+        timeout = datetime.timedelta(seconds=self.timeout_s)  # for collectives; gloo cannot change it after forming
         dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
-            store.longest_wait_s = math.inf  # the short limit was for forming the group; later waits may take longer
+            store.longest_wait_s = math.inf  # the limit applied to forming the group; later waits may take longer
             if self._mesh is not None:
                 self._mesh.timeout_s = self.timeout_s
             deadline.check()  # detect an interrupt that came before the connections existed
@@ -167,7 +171,10 @@ class TorchConnection(Connection):
         return self._store_of_rank_0(rendezvous, world, self._board)
 
     def _store_of_rank_0(self, rendezvous: Rendezvous, world: World, board: Board) -> Any:
-        """Return a `TCPStore` hosted by rank 0. NCCL's threads would call a Python store even during process exit."""
+        """Return a `TCPStore` hosted by rank 0.
+
+        For NCCL, a store implemented in Python is unsafe, because NCCL's threads would call it during process exit.
+        """
         host = rendezvous.address
         options = {"wait_for_workers": False, "timeout": datetime.timedelta(seconds=self._form_timeout_s)}
         if world.rank == 0:
@@ -210,11 +217,13 @@ class TorchConnection(Connection):
             torch.cuda.set_device(0)
 
     def new_group_beside(self, form_timeout_s: float | None = None) -> Any:
-        """Form another gloo group over all ranks. All ranks must call this. `interrupt` also ends waits in this group.
+        """Form a gloo group over all ranks in addition to the default group. All ranks must call this.
+
+        `interrupt` also aborts waits in this group.
 
         Args:
-            form_timeout_s: Timeout of the group. It is the only limit if a rank dies while the group forms. Default:
-                the timeout of the default group.
+            form_timeout_s: Timeout of the group. If a rank dies while the group forms, the other ranks wait this long.
+                Default: the timeout of the default group.
         """
         import torch.distributed as dist
 
@@ -245,9 +254,9 @@ class TorchConnection(Connection):
         self._cut()
 
     def give_up(self, error: BaseException) -> None:
-        """Shut down the mesh and the board, so that all ranks notice.
+        """After a connection error, shut down the mesh and the board, so that all ranks notice the failure.
 
-        Cut gloo's sockets too, unless the error came from the mesh: ADR 55.
+        Also cut gloo's sockets, unless the error came from the mesh: ADR 55.
         """
         is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
         if self._is_formed and is_in_mesh:
@@ -279,7 +288,10 @@ class TorchConnection(Connection):
         return self._is_cut or is_mesh_broken or is_gloo_broken
 
     def leave_for_another(self) -> None:
-        """Leave the group. Unless it is interrupted, postpone cutting gloo's connections for a moment: ADR 55."""
+        """Leave the group to join another one.
+
+        Unless the group is interrupted, cut gloo's connections later: ADR 55.
+        """
         import torch.distributed as dist
 
         if self.transport == "gloo" and self._is_formed and not self._is_cut:
@@ -311,7 +323,7 @@ class TorchConnection(Connection):
         self._cut()
         if self._aborting is not None:
             self._aborting.join(_ABORT_S)
-            if self._aborting.is_alive():  # raise: this process still answers heartbeats, so others would wait forever
+            if self._aborting.is_alive():  # raise, because others would wait forever: heartbeats are still answered
                 raise ConnectFailed(f"NCCL did not end its connections within {_ABORT_S:g} s: this process is stuck")
             self._aborting = None
         if self._has_joined:  # do not destroy a group that other code formed
@@ -349,7 +361,7 @@ _joined: TorchConnection | None = None  # the connection that formed this proces
 
 
 def exchanges_at_once() -> Group | None:
-    """Return the mesh group, whose synchronous sums are faster than gloo's, or None if there is no mesh."""
+    """Return the `Group` over the mesh, whose synchronous sums are faster than gloo's, or None without a mesh."""
     return None if _joined is None else _joined._group
 
 
@@ -361,9 +373,9 @@ def new_group_beside() -> Any:
 
 
 def summation_beside() -> Callable[[Any], Any]:
-    """Return a function that starts an all-reduce sum in a group like `new_group_beside`'s, and returns its `Work`.
+    """Return a function that starts an all-reduce sum asynchronously and returns PyTorch's `Work` object.
 
-    All ranks must call both this and the returned function.
+    The sums run in a separate gloo group over all ranks. All ranks must call both this and the returned function.
     """
     import torch.distributed as dist
 
@@ -376,7 +388,7 @@ def summation_beside() -> Callable[[Any], Any]:
 
 
 def board_of_group() -> Board:
-    """Return the board of the group that this process joined. Only the group's ranks can write to it."""
+    """Return the board, the key-value store that all ranks of the group that this process joined share."""
     assert _joined is not None, "no group was joined"
     assert _joined._board is not None, "a rank that is alone has no other rank to write to"
     return _joined._board
@@ -435,19 +447,19 @@ def end_process_group() -> None:
     time.sleep(_SETTLE_S)
     try:
         dist.destroy_process_group()
-    except RuntimeError as error:  # raised if the group is broken
+    except RuntimeError as error:  # PyTorch raises this if the group is broken
         logger.debug("leaving a broken group: %s", error)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GPUs
 
-# A GPU's ID is a number or a name such as `GPU-8932f937`. CUDA numbers the GPUs that a process may see in the order of
-# `CUDA_VISIBLE_DEVICES`, or all GPUs of the machine if that is not set. ADR 55 explains why each worker sees the GPUs
-# of all workers on its node.
+# A GPU's ID is a number or a name such as `GPU-8932f937`. CUDA assigns ordinals to the GPUs that a process may see, in
+# the order of `CUDA_VISIBLE_DEVICES`, or to all GPUs of the machine if that is not set. ADR 55 explains why each worker
+# sees the GPUs of all workers on its node.
 
 
 def ordinal_of(gpu_id: str, visible: str | None) -> int:
-    """Return a GPU's ordinal in a process with the given `CUDA_VISIBLE_DEVICES`. If it is empty, all GPUs are visible.
+    """Return a GPU's ordinal in a process whose `CUDA_VISIBLE_DEVICES` is `visible`. If it is empty, assume all GPUs.
 
     Raises:
         RuntimeError: The process cannot see that GPU.

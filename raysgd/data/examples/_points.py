@@ -1,4 +1,4 @@
-"""The data points for the identity examples, as numbers and as data frames."""
+"""The data of the examples that learn the identity function, as numbers and as data frames."""
 
 from __future__ import annotations
 

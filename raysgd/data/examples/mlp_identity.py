@@ -1,4 +1,4 @@
-"""Trains a small network to learn the identity, from a `Dataset` that is sharded across workers.
+"""Trains a small network to learn the identity function, from a `Dataset` that is sharded across workers.
 
 Data: 6,400 computed numbers from 0 to 1; each number is its own label. Do not rename anything here, because existing
 programs and tests import these names.

@@ -1,4 +1,4 @@
-"""Trains a small network to learn the identity, from an `MLDataset`, with TensorFlow.
+"""Trains a small network to learn the identity function, from an `MLDataset`, with TensorFlow.
 
 Data: 6,400 computed numbers from 0 to 1; each number is its own label. Do not rename anything here, because existing
 programs and tests import these names.
@@ -43,7 +43,7 @@ def make_data_creator(tf_ds: Any) -> Callable[[dict[str, Any]], tuple[Any, None]
 
 
 def _rank() -> int:
-    """Return the worker's rank. With a single worker, return -1, which stands for all shards."""
+    """Return the worker's rank. With a single worker, return -1, for which `get_shard` returns all shards."""
     cluster = os.environ.get("TF_CONFIG")
     return int(json.loads(cluster)["task"]["index"]) if cluster else -1
 

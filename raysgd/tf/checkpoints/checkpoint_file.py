@@ -1,4 +1,4 @@
-"""The checkpoint file of TensorFlow front ends: written atomically, read without running code.
+"""The checkpoint file of `TFTrainer`: written atomically, read without running code.
 
 The file is an ordinary NumPy `.npz` archive. Every array of the state is a member, named by its path in the state, so
 `numpy.load(path)["models/0/1"]` returns an array. Another member, `state.json`, holds the rest of the state:
@@ -40,7 +40,7 @@ _INDEX = "state.json"
 _ZIP_START = b"PK\x03\x04"
 _TAG = "raysgd"
 FORMER_OPTIMIZER = "optimizer_weights"
-"""Key for `optimizers` in files of the old library. It holds the optimizer's variables in the old library's order."""
+"""Key of the optimizer's variables in files written by `ray.util.sgd`, which used another order of the variables."""
 
 _LEGACY_KEYS = ("epoch", "weights", FORMER_OPTIMIZER)
 
@@ -52,7 +52,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         ValueError: `state` contains an object that cannot be stored. The message gives its location in `state`.
         OSError: The file could not be written. `path` is unchanged.
     """
-    from raysgd.storage import files  # a lazy import, because workers only read
+    from raysgd.storage import files  # imported here, because workers only read files and do not need it
 
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     check_depth(state, "`state`")
@@ -79,8 +79,8 @@ def check(state: dict[str, Any]) -> None:
 def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
     """Read a checkpoint, verify its integrity, and return the state.
 
-    Files of the old library, which are pickled dicts of arrays, are also read without running code. Their state has the
-    key `FORMER_OPTIMIZER` instead of `optimizers`.
+    Files written by `ray.util.sgd`, which are pickled dicts of arrays, are also read without running code. Their state
+    has the key `FORMER_OPTIMIZER` instead of `optimizers`.
 
     Args:
         path: The file to read.
@@ -89,7 +89,7 @@ def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, 
     Raises:
         FileNotFoundError: The file does not exist.
         CheckpointCorruptedError: The file is damaged or not a checkpoint. Both a `ValueError` and a `RuntimeError`.
-        UnsafeCheckpointError: A file of the old library contains more than arrays. A `ValueError`.
+        UnsafeCheckpointError: A file written by `ray.util.sgd` contains more than arrays. A `ValueError`.
         ValueError: The content is not a training state, or a newer version of raysgd wrote it.
     """
     name = name or os.fspath(path)
@@ -170,7 +170,7 @@ def _unused(name: str, arrays: dict[str, Any]) -> str:
 
 
 def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array in a dtype that NumPy's file format supports. View bfloat16 and similar dtypes as integers."""
+    """Return the array in a dtype that NumPy's file format supports. bfloat16 and similar dtypes become integers."""
     array = np.ascontiguousarray(array) if array.ndim else array
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 

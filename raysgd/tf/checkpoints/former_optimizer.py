@@ -1,8 +1,8 @@
-"""Converts optimizer weights from files of the old library to the variables of current optimizers.
+"""Converts optimizer weights from files written by `ray.util.sgd` to the variables of current optimizers.
 
-The old library stored the result of `get_weights()` of a pre-Keras-2.11 optimizer: the number of steps, then the slots
-of all model variables, grouped by slot type. The file does not name the optimizer. Current optimizers have additional
-variables and a different order.
+These files contain the result of `get_weights()` of a pre-Keras-2.11 optimizer: the number of steps, then the slots
+(per-variable state, such as momentums) of all model variables, grouped by slot type. They do not name the optimizer.
+Current optimizers have additional variables and a different order.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from raysgd.tf.objects import registration
 
-# For each optimizer, its slot attributes in the order of the old optimizer of the same name. Old and new optimizer
-# compute the same steps from these slots.
+# For each current optimizer, the attributes with its slots, in the order of the slots in the old optimizer of the same
+# name. Both optimizers compute the same steps from these slots.
 _SLOTS = {
     "SGD": ("momentums",),
     "Adam": ("_momentums", "_velocities", "_velocity_hats"),
@@ -27,9 +27,9 @@ _SLOTS = {
 
 
 def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any] | None:
-    """Return a value for each variable of `optimizer`: from `weights` where they have one, else the current value.
+    """Return a value for each variable of `optimizer`: from `weights` if they contain it, else its current value.
 
-    Return None if the weights cannot be matched to the variables.
+    Return None if the shapes of `weights` do not match the optimizer's variables.
     """
     variables, inner = registration.variables_of_optimizer(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
     if hasattr(inner, "_create_all_weights"):  # a pre-Keras-2.11 optimizer, which uses the same order as the file

@@ -1,4 +1,7 @@
-"""Sources of a replica's batches, the batch stream over a source, and `Stream`s as registered data."""
+"""Sources that yield a replica's batches, and the batch stream that feeds them to the training loop.
+
+The module also converts registered `raysgd.data.Stream`s to such sources.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,8 @@ class StreamItem:
 class Passes:
     """A dataset, and the number of passes over it that this process has started.
 
-    If a dataset is reshuffled in each pass, its order depends on this number, which only grows. To go back to an
-    earlier pass, the dataset is replaced by an unused copy.
+    If a dataset is reshuffled in each pass, its order depends on how many passes were started. To go back to an earlier
+    pass, the dataset is therefore replaced with an unused copy, over which the earlier passes are started again.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -58,19 +61,23 @@ class Passes:
         self.is_shuffled = datasets.is_shuffled(dataset)
 
     def begin_pass(self) -> None:
-        """Count a new pass."""
+        """Record that a pass over the dataset has started."""
         self.num_begun += 1
 
     def can_repeat(self) -> bool:
-        """Return True if a pass can be repeated in the same order."""
+        """Return True if this process can repeat a pass in the same order.
+
+        For a shuffled dataset, this makes a copy.
+        """
         if self.is_shuffled and self._copy is None:
             self._copy = datasets.unused_copy(self._original)
         return not self.is_shuffled or self._copy is not None
 
     def go_to(self, index: int) -> bool:
-        """Make pass `index` the next one, by starting all earlier passes. Return False if that is impossible.
+        """Make `index` the index of the next pass. Return False if that is impossible.
 
-        Without a shuffle, all passes are the same, so there is nothing to do.
+        This starts all earlier passes, to advance the shuffle. Without a shuffle, all passes are the same, and nothing
+        is done.
         """
         if not self.is_shuffled:
             return True
@@ -84,20 +91,23 @@ class Passes:
         return True
 
     def counted(self, skipped: int) -> Any:
-        """Return the dataset without its first `skipped` batches, for Keras's loops. It counts its own passes."""
+        """Return the dataset without its first `skipped` batches, for Keras's loops.
+
+        Iterating over it counts a pass.
+        """
         if not self.is_shuffled:
             return self.dataset.skip(skipped) if skipped else self.dataset
         return datasets.noting_passes(self.dataset, skipped, self.begin_pass)
 
 
 class TFDividedSource:
-    """Source for a dataset that raysgd shards.
+    """Yields this rank's batches of a dataset that raysgd shards.
 
     Args:
-        passes: The dataset. It must be the same on all ranks.
+        passes: Holds the dataset, which must be the same on all ranks.
         sharding: "global" if a batch is a global batch, "worker" if a batch is for one worker.
-        world: The rank and the number of ranks.
-        pads: Whether a rank without samples still takes part in a step. Training requires this.
+        world: This rank and the number of ranks.
+        pads: Whether a rank without samples gets padding, so that it takes part in the step. Training requires this.
         num_global: Number of the dataset's batches per step with "worker" sharding. Default: the number of workers.
         seed: Seed that determines the order of a shuffled dataset.
     """
@@ -144,7 +154,7 @@ class TFDividedSource:
         return datasets.global_batches(dataset, self._sharding, self._num_global)
 
     def go_to_pass(self, index: int) -> bool:
-        """Make pass `index` the next one. Return False if that is impossible."""
+        """Make `index` the index of the next pass. Return False if that is impossible."""
         return self._passes.go_to(index)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
@@ -168,14 +178,14 @@ class TFDividedSource:
 
 
 class OwnSource:
-    """Source for a dataset that raysgd does not shard, because each rank has its own part.
+    """Yields the batches of a dataset that raysgd does not shard, because each rank's dataset is already a shard.
 
     Ranks that step together may have different numbers of batches. A rank that runs out of batches repeats its last
     batch with weight 0 until all ranks have run out.
 
     Args:
         dataset: This rank's batches, a `tf.data.Dataset` or any iterable.
-        votes: Votes by which ranks that step together agree on the end. None if ranks do not step together.
+        votes: Votes by which ranks that step together agree when all have run out. None if ranks do not step together.
     """
 
     is_divided = False
@@ -212,7 +222,7 @@ class OwnSource:
 
 
 TFSource: TypeAlias = TFDividedSource | OwnSource | StreamSource
-"""A source of batches."""
+"""A source of a replica's batches."""
 
 
 def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
@@ -244,14 +254,14 @@ def lockstep_dataset(dataset: Any, votes: EarlyVotes) -> Any:
 
 
 class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
-    """Yields the batches of a source. It looks one batch ahead to recognize the last step of a pass in time.
+    """Yields the batches of a source. It draws one batch in advance, to know during a step whether it is the last.
 
     Args:
         source: Source of the batches.
-        step: Receives the sample counts of each step before its batch is yielded.
+        step: The replica's current step. It receives the sample counts of each step before the batch is yielded.
         next_pass: Called at the start of each pass. Returns the index of the pass.
-        take_part: Called instead of yielding a batch if this rank has no samples in a step. Takes part in the other
-            ranks' step, given a batch of the right shape.
+        take_part: Called instead of yielding a batch if this rank has no samples in a step. It takes part in the other
+            ranks' collectives. Its argument is a batch of padding, for the shapes.
 
     Attributes:
         consumed: Number of samples of all ranks in the current pass's batches so far.
@@ -280,7 +290,10 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         return self._completed
 
     def ledger(self) -> DataLedger | None:
-        """Return the pass's sample counts, or None if raysgd does not shard the data. Callable from any thread."""
+        """Return the sample counts of the current pass. Return None if raysgd does not shard the data.
+
+        Callable from any thread.
+        """
         if not has_divided_source(self):
             return None
         completed = self._completed
@@ -308,7 +321,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
 
 @dataclass(frozen=True)
 class TFRanks:
-    """The replicas of a group, for all-reduces between two steps.
+    """The replicas of a group. A stream's source uses them to all-reduce numbers between two steps.
 
     Attributes:
         rank: This replica's rank.
@@ -321,7 +334,10 @@ class TFRanks:
     group: Group
 
     def adding(self) -> StartSum:
-        """Return a function that all-reduces synchronously, to keep the order of the group's collectives."""
+        """Return a function that starts an all-reduce sum.
+
+        It runs synchronously, because the collectives of a group must have the same order on all ranks.
+        """
 
         def start(numbers: Numbers) -> Callable[[], Numbers]:
             self.group.add_up(numbers)
@@ -331,12 +347,12 @@ class TFRanks:
 
 
 def data_of(stream: Stream, name: str, world: World) -> StreamData:
-    """Read the sizes of a stream's shards. `name` is "train" or "validation"."""
+    """Check a registered stream and read its list of shards. `name` is "train" or "validation"."""
     return stream_data(stream, name, Division, world.size)
 
 
 def source_of(data: StreamData, ranks: TFRanks, seed: int) -> StreamSource:
-    """Return the source of a replica's batches."""
+    """Return the source of a replica's batches from a stream."""
     return StreamSource(data, ranks, seed, array_collate(), partial(_item, data.loader.collate is not None), NO_BATCH)
 
 

@@ -1,4 +1,4 @@
-"""Data that is passed to a single call, in TensorFlow: for training and validation, and for prediction."""
+"""Data that a user passes to one call, such as `trainer.validate(dataset=...)` or `trainer.predict(data)`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def check(dataset: Any, name: str = "dataset", *, with_fit: bool = False, traini
     """Check that a call can use `dataset`.
 
     Args:
-        dataset: The call's argument.
-        name: Name of the argument.
+        dataset: The data that the user passed to the call.
+        name: Name of the call's argument, for error messages.
         with_fit: True if Keras's own loops draw the batches.
         training: True if the call trains.
 
@@ -78,8 +78,8 @@ def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels:
     """Prepare a call's data to be sent to workers. Return None if its type is not supported.
 
     Args:
-        dataset: The call's argument.
-        config: A worker's config.
+        dataset: The data that the user passed to the call.
+        config: The config of a worker's operator, which may hold the batch size.
         seed: Seed that determines the order of shuffled arrays.
         travels: Whether the data is sent to other processes.
 
@@ -111,7 +111,10 @@ def _dataset_maker(data: Arrays, config: Mapping[str, Any], seed: int) -> Callab
 
 
 def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, drop_last: bool, seed: int) -> Any:
-    """Return the rows as a dataset of batches. If `num_shuffled` is not 0, reshuffle in each pass. Runs in workers."""
+    """Return the rows as a dataset of batches. Runs in workers.
+
+    If `num_shuffled` is not 0, it is the size of the shuffle buffer, and the rows are reshuffled in each pass.
+    """
     import tensorflow as tf
 
     rows = tf.data.Dataset.from_tensor_slices(as_batch(arrays, form))
@@ -120,7 +123,7 @@ def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, dr
 
 
 def batches_of(share: CallData, is_distributed: bool) -> Any:
-    """Return the batches of the call's data in a worker. Data that all workers have in full is not sharded here.
+    """Return the batches of the call's data in a worker. Data that every worker has as a whole is not sharded here.
 
     Raises:
         TypeError, ValueError: A creator did not return a dataset of batches.
@@ -183,12 +186,12 @@ def _of_dataset(dataset: Any) -> PredictionSource:
 
 
 def _as_given(batch: Any) -> Any:
-    """Convert a batch's tensors to arrays, because tensors of other frameworks are not supported."""
+    """Convert a batch's tensors, of any framework, to arrays."""
     return plain(tuple(batch) if isinstance(batch, list) else batch)
 
 
 def batches_to_predict(work: Work) -> Iterator[tuple[Any, int]]:
-    """Yield `(batch, number of rows)` for each batch of a round of prediction."""
+    """Yield `(batch, number of rows)` for each batch that this worker predicts in one round of a `predict` call."""
     assert not isinstance(work, Rows), "datasets of PyTorch only"
     return work.made(as_batch, lambda batch: trees.rows_of(next(iter(trees.leaves(batch)))[1]) or 0)
 

@@ -1,4 +1,4 @@
-"""Converts Ray Data batches to `tf.data`, and columns to the dtypes of models."""
+"""Converts Ray Data batches to `tf.data` datasets, and columns to the dtypes that models expect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.tf.objects.datasets import prepare_dataset_shard
 
 
 def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> RayLoader:
-    """Return a loader that receives this worker's shard of a Ray Data dataset later.
+    """Return a loader for a Ray Data dataset. It receives this worker's shard later.
 
     Raises:
         ValueError: There is no batch size.

@@ -65,11 +65,11 @@ _INSTEAD = {
     "validation_split": "a dataset cannot be split by Keras. Pass `validation_data`, a dataset or arrays",
     "sample_weight": "the weights belong to the batches. Let the datasets yield `(x, y, sample_weight)`",
 }
-"""Keras options that do not apply here, and what to do instead."""
+"""Options of Keras's `fit` and `evaluate` that are rejected, and what to do instead."""
 
 
 def check_config(settings: TFSettings, num_workers: int) -> None:
-    """Check that the config works with Keras and with several workers."""
+    """Check that a trainer's config has valid options for Keras and works with this number of workers."""
     config, options = settings.config, settings.batch_options
     _check_options_for_keras(config)
     if num_workers > 1:
@@ -84,10 +84,10 @@ def check_config(settings: TFSettings, num_workers: int) -> None:
 
 
 def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
-    """Check that a call's data can be split by samples if the global batch size is constant.
+    """Check that a call's data can be sharded by samples, which `split_batches=True` requires.
 
     Raises:
-        ValueError: The data cannot be split by samples.
+        ValueError: The data cannot be sharded by samples.
     """
     if settings.batch_options.split_batches and kind_of(dataset) == "ray":
         raise ValueError(
@@ -97,7 +97,7 @@ def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
 
 
 def _check_options_for_keras(config: Mapping[str, Any]) -> None:
-    """Check the types of the options for Keras."""
+    """Check the types of `fit_config` and `evaluate_config`, and reject options that do not work with raysgd."""
     for key in ("fit_config", "evaluate_config"):
         options = config.get(key)
         if options is not None and not isinstance(options, Mapping):
@@ -132,7 +132,7 @@ _BEGIN_AGAIN = {"EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler"}
 
 
 def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
-    """Check that no Keras callback would be reset between epochs, because each epoch is a separate `fit`."""
+    """Check that `trainer.fit(epochs)` has no Keras callback that each of its calls of Keras's `fit` would reset."""
     names = set().union(*map(registration.class_names, _callbacks_in(config))) & _BEGIN_AGAIN
     if names and epochs > 1:
         raise ValueError(
@@ -164,5 +164,5 @@ def check_installed() -> None:
 
 
 def reservation_timeout_s() -> float:
-    """Return how many seconds starting the workers may wait for resources."""
+    """Return for how many seconds the trainer waits for resources when it starts workers."""
     return float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))

@@ -1,4 +1,4 @@
-"""Trains a small convolutional network on CIFAR-10 with creator functions, in the style of the old library.
+"""Trains a small convolutional network on CIFAR-10 with creator functions, like programs for `ray.util.sgd`.
 
 On first use, Keras downloads the images (170 MB). A smoke test uses noise instead. Do not rename `main`, because
 existing programs and tests import it.

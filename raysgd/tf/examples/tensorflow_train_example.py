@@ -1,4 +1,4 @@
-"""Fits the line `y = x / 2` with creator functions, in the style of the old library, on generated points.
+"""Fits the line `y = x / 2` to generated points with creator functions, like programs for `ray.util.sgd`.
 
 Do not rename anything here, because existing programs and tests import these names.
 """
@@ -38,7 +38,7 @@ def simple_dataset(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def create_config(batch_size: int) -> dict[str, Any]:
-    """Return the config for these creators, with so many steps per epoch that each point is used about once."""
+    """Return the config for these creators. An epoch has as many steps as are needed to use each point about once."""
     return {
         "batch_size": batch_size,
         "fit_config": {"steps_per_epoch": NUM_TRAIN_SAMPLES // batch_size},

@@ -1,1 +1,1 @@
-"""Runs an operator in its worker: the steps of a call, and the state between calls."""
+"""Runs a user's operator inside a worker: its data, its training loop, and its state between calls."""

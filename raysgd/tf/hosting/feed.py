@@ -1,4 +1,4 @@
-"""A replica's data: the source for each dataset, and obstacles to repeating its order."""
+"""Provides a replica's batches: creates the source for each dataset, and tells whether its order can be repeated."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 class TFFeed(feed.DataFeed):
-    """Creates batch streams over an operator's datasets.
+    """Creates batch streams over an operator's datasets and over the data of calls.
 
     Args:
         operator_of: Returns the operator that registered the datasets.
-        synchronizer: Performs the steps.
-        world: The rank and the number of ranks.
+        synchronizer: Holds the current step and the group, and takes part in steps in which this rank has no samples.
+        world: This rank and the number of ranks.
         seed: Seed that determines the order of shuffled datasets.
         num_global: Number of a dataset's batches per step with "worker" sharding. Default: the number of workers.
     """
@@ -75,7 +75,7 @@ class TFFeed(feed.DataFeed):
         return TFBatchStream(source, self._synchronizer.step, begin_pass, self._take_part)
 
     def _take_part(self, batch: Any) -> None:
-        """Take part in a step of other ranks for which this rank has no samples, without running user code.
+        """Take part in a step for which only other ranks have samples, without running the user's `train_batch`.
 
         Raises:
             IncompatibleModelError: It is unknown which collectives the user's `train_batch` performs.
@@ -91,7 +91,7 @@ class TFFeed(feed.DataFeed):
 
     @property
     def train_passes(self) -> Passes:
-        """The passes over the training dataset."""
+        """The training dataset, with the number of passes over it so far."""
         return self._passes_of("train")
 
     def _passes_of(self, name: str) -> Passes:
@@ -140,15 +140,16 @@ class TFFeed(feed.DataFeed):
         return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_place(self, world: World) -> None:
-        """Reshard the data for a new rank in another group, from the current position on."""
+        """Reshard the data from the current position on, because this replica has another rank in another group."""
         self.go_to(self.epoch, self.position())
         self._world = world
         self._is_regrouped = True
 
     def align_validation(self) -> None:
-        """Reset a shuffled validation dataset to its first order, because a new worker starts with that order.
+        """Reset a shuffled validation dataset to its first order if ranks may otherwise have different orders.
 
-        This also makes it independent of the training dataset if both share a shuffle.
+        They do after workers were replaced, because a new worker starts with the first order. They also may if the
+        training dataset contains the same shuffle, because each pass over it changes the order.
         """
         internals = self._operator_of()._raysgd
         data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False
@@ -180,5 +181,5 @@ class TFFeed(feed.DataFeed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Stand in for a dataset that was not registered. Raise an error when a batch is drawn."""
+    """Replaces a dataset that was not registered. Raises an error as soon as a batch is drawn."""
     raise NoDataError(f"`{name}` was not registered: pass it to `register_data` in `setup`.")

@@ -64,14 +64,14 @@ class TFHostedOperator(hosted.HostedOperator):
         self._num_workers = settings.num_workers or world.size
         counts_steps = settings.recovery.snapshot_every_n_steps is not None
         self.synchronizer = Synchronizer(world, self._num_workers, counts_steps)
-        # If the config has the global batch size, a step consists of the intended number of batches even if there are
-        # fewer workers.
+        # If the config sets the global batch size, a step always consists of as many batches as there should be
+        # workers, even if some workers are missing.
         num_global = self._num_workers if BATCH_SIZE in settings.config else None
         feed = TFFeed(lambda: self.operator, self.synchronizer, world, settings.seed, num_global)
         super().__init__(settings, world, feed, ledger)
 
     def build(self) -> RunnerFacts:
-        """Build the operator, and broadcast rank 0's weights."""
+        """Create the operator, make its models' weights equal to rank 0's, and return facts about it for the driver."""
         settings, synchronizer = self.settings, self.synchronizer
         makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         operator = self._make_operator(makes_fit)
@@ -161,18 +161,18 @@ class TFHostedOperator(hosted.HostedOperator):
         learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
-        """Train on zeros, to get one-time work done, if the operator allows it."""
+        """If the operator's `warms_up` allows it, train on zeros, so that work such as tracing is done in advance."""
         operator = self.operator
         if not operator.warms_up or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
-        self.synchronizer.regroup(World(0, 1))  # a single-rank group
+        self.synchronizer.regroup(World(0, 1))  # a single-rank group, so that warming up communicates with no one
         with self.synchronizer.exchanges.surfacing_errors():
             operator.warm_up()
 
     def take_place(self, world: World) -> None:
         self.feed.take_place(world)
         self.synchronizer.regroup(world)
-        self.synchronizer.exchanges.forget_call()  # restart the measurements, because some ranks are new
+        self.synchronizer.exchanges.forget_call()  # measure from zero, because new ranks have measured nothing yet
         take_place(self.operator, world)
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -182,7 +182,7 @@ class TFHostedOperator(hosted.HostedOperator):
         return self.synchronizer.group.receive(source, takers)
 
     def settle_in(self) -> None:
-        """Do nothing, because models do not depend on the group."""
+        """Do nothing: Keras models, unlike PyTorch's parallel wrappers, do not refer to the group."""
 
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
@@ -253,11 +253,11 @@ def refuse_stateful(models: Iterable[Any]) -> None:
 
 
 def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Synchronizer) -> None:
-    """Create the variables of models and optimizers, as far as possible.
+    """Create the variables of models and optimizers before the first step, as far as possible.
 
     Args:
         operator: Operator with registered models and optimizers.
-        uses_fit: True if the model is compiled and has an optimizer.
+        uses_fit: True if Keras's `fit` trains a compiled model, which refers to its optimizers.
         synchronizer: Watches the model while its `train_step` is traced.
     """
     dataset = operator.train_dataset
@@ -274,10 +274,10 @@ def _make_variables(operator: TrainingOperator, uses_fit: bool, synchronizer: Sy
 
 
 def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
-    """Check that a loss that the user's own `forward` computes is a mean over samples.
+    """Check that the registered loss is a mean over samples if the user's own `forward` computes it.
 
     Raises:
-        IncompatibleModelError: The loss has another reduction, which the library cannot scale there.
+        IncompatibleModelError: The loss has another reduction. It could be scaled only in the default `forward`.
     """
     loss = operator._raysgd.registered.loss
     reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
@@ -325,10 +325,10 @@ def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronize
 
 
 class OperatorLoop(Loop):
-    """Training loop of an operator that draws batches itself.
+    """Training loop of an operator whose `train_epoch` iterates over the batches.
 
     Attributes:
-        fit: Holds the position of Keras's `fit`. None if the operator draws batches itself.
+        fit: Holds the position of Keras's `fit`. None in this class, because no `fit` runs.
     """
 
     fit: FitStream | None = None
@@ -338,7 +338,7 @@ class OperatorLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._synchronizer = synchronizer
-        self._num_exchanges = 0  # number of all-reduces at the last step boundary
+        self._num_exchanges = 0  # number of completed all-reduces when the last step ended
 
     @property
     def place(self) -> TFStep:
@@ -378,7 +378,10 @@ class OperatorLoop(Loop):
 
 
 class FitLoop(OperatorLoop):
-    """Training loop for Keras's `fit`. Keras draws the batches, so waits for data are not measured."""
+    """Training loop of an operator that calls Keras's `fit`.
+
+    Keras draws the batches, so waits for data are not timed.
+    """
 
     first_bin = USEFUL
     fit: FitStream
@@ -416,7 +419,7 @@ class FitLoop(OperatorLoop):
         self.fit.break_off()
 
     def ledger(self) -> None:
-        """Return None, because Keras's batches are counted as steps, not as samples."""
+        """Return None: there are no sample counts, because in Keras's `fit` only steps are counted."""
 
     def progress_text(self) -> str:
         place = self.fit.state()

@@ -1,6 +1,6 @@
-"""The state of a Keras replica: reading it, checking that another state matches, and loading it.
+"""The state of a Keras replica: reads it, checks that a state to load matches, and loads it.
 
-It includes random states. They are equal on all ranks while the replicas are built, and differ between ranks
+The state includes random states. These are equal on all ranks while replicas are created, and differ between ranks
 afterwards.
 """
 
@@ -67,7 +67,7 @@ class KerasState(ReplicaState):
 
     def check_own(self, own: Sequence[Any]) -> None:
         seeds = self._seeds()
-        if len(own) == len(seeds):  # otherwise, the seeds belong to a model with different layers
+        if len(own) == len(seeds):  # otherwise, the saved seeds are those of a model with other layers; ignore them
             _check_fit(seeds, own, "the random generators")
 
     def restore_own(self, own: Sequence[Any]) -> None:
@@ -137,14 +137,14 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
 
 
 def seed_alike(seed: int) -> None:
-    """Seed all ranks equally, so that models start in sync and shuffled datasets have the same order."""
+    """Set the same seed on all ranks, so that models start in sync and shuffled datasets have the same order."""
     import tensorflow as tf
 
     tf.keras.utils.set_random_seed(seed)  # seeds TensorFlow, NumPy and `random`, and through them the layers
 
 
 def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
-    """Seed each rank differently for random numbers during training, such as dropout masks."""
+    """Seed each rank differently, so that random numbers during training, such as dropout masks, differ."""
     import tensorflow as tf
 
     tf.random.set_seed(seed + rank)
@@ -165,7 +165,7 @@ def restore_random_states(states: Any) -> None:
 
 
 def seeds_of(models: Sequence[Any]) -> list[Any]:
-    """Return the seed variables of Keras 3 layers: model variables that are not weights."""
+    """Return the variables with random seeds of Keras 3 layers. They are the model's variables that are not weights."""
     known = {id(variable) for model in models for variable in registration.weights_of(model)}
     return [
         variable

@@ -1,1 +1,1 @@
-"""Operations on objects of Keras and `tf.data`: models, optimizers, learning rates, names and datasets."""
+"""Helpers for objects of Keras and `tf.data`: models, optimizers, learning rates, names and datasets."""

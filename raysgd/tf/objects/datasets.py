@@ -31,7 +31,7 @@ NO_FIRST_ORDER = (
     "repeated or skipped. Remove the shuffle, because validation does not need it"
 )
 
-_IGNORE = 1  # policy for external state of a dataset, such as the state of Python functions: do not copy it
+_IGNORE = 1  # TensorFlow's policy for serializing a dataset without external state, such as that of Python functions
 
 _ADVICE = "`tf.data.Dataset.from_tensor_slices(...).batch(...)`, or with `from_generator`"
 _ADVICE_FOR_INDEXED = (  # a `PyDataset` of Keras 3, or a `Sequence` of tf_keras
@@ -49,7 +49,7 @@ def signature_of(dataset: Any) -> str:
 
 
 def is_divided(dataset: Any) -> bool:
-    """Return True if raysgd shards the dataset: unless the dataset's auto-shard policy is OFF."""
+    """Return True if raysgd shards the dataset, which is the case unless its auto-shard policy is OFF."""
     import tensorflow as tf
 
     policy = dataset.options().experimental_distribute.auto_shard_policy
@@ -89,8 +89,8 @@ def _inputs_of(dataset: Any) -> Sequence[Any]:
 def unused_copy(dataset: Any) -> Any:
     """Return a copy of the dataset in the state before its first pass, or None if it cannot be copied.
 
-    A shuffle draws the order of each pass from a generator that is stored outside the dataset, under a name. The copy's
-    generators have new names. Arrays in the dataset are copied, too.
+    A shuffle draws the order of each pass from a random generator that TensorFlow stores under a name, outside the
+    dataset. The copy refers to new generators under new names. Arrays in the dataset are copied, too.
     """
     import tensorflow as tf
 
@@ -114,7 +114,7 @@ def _packed_graph(dataset: Any, change: Callable[[Any], None]) -> bytes:
     """Serialize a dataset.
 
     Args:
-        dataset: The dataset.
+        dataset: The dataset to serialize.
         change: Called with the dataset's graph before it is serialized, to check or modify it.
 
     Raises:
@@ -158,7 +158,7 @@ def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
 
     Args:
         name: Name of the dataset in error messages.
-        dataset: The dataset.
+        dataset: The dataset to serialize.
         advice: What to do if the dataset cannot be sent, for the error message.
 
     Raises:
@@ -186,7 +186,7 @@ def unpacked(dataset: Any) -> Any:
 
 
 def check_can_be_divided(name: str, data: Any) -> None:
-    """Check that workers can shard the data, without loading TensorFlow.
+    """Check that workers can shard the data. This does not load TensorFlow.
 
     Raises:
         TypeError: `data` contains an object that is neither a dataset nor an array.
@@ -238,7 +238,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
 
 
 def _rename_generators(graph: Any) -> None:
-    """Give every shuffle in the graph a new generator, by renaming its resource."""
+    """Give every shuffle in a dataset's graph a new random generator, by changing the name that refers to it."""
     nodes = {node.name: node for node in graph.node}
     for node in graph.node:
         if node.op not in ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2"):
@@ -308,7 +308,10 @@ def refuse_sparse(dataset: Any) -> None:
 
 
 def global_batches(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
-    """Return a dataset of global batches: the dataset itself, or with every `num_batches` batches concatenated."""
+    """Return a dataset of global batches.
+
+    With "global" sharding, this is the dataset itself. Otherwise, every `num_batches` batches are concatenated.
+    """
     refuse_sparse(dataset)
     if sharding == "global" or num_batches == 1:
         return dataset
@@ -322,11 +325,11 @@ def part_of(dataset: Any, rank: int, num_workers: int) -> Any:
 
 
 def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """Return a dataset with a tuple for each global batch.
+    """Return a dataset with a tuple `(part, number, total, weights)` for each global batch.
 
-    A tuple consists of this rank's part, the numbers of samples in the part and in the global batch, and the sums of
-    the sample weights in both. A rank without samples gets another rank's sample and the number 0, so that it can take
-    part in the step.
+    `part` is this rank's part of the batch, `number` its number of samples, and `total` the number in the global batch.
+    `weights` has the sums of the sample weights in the part and in the global batch. If this rank has no samples,
+    `number` is 0 and `part` has another rank's sample, so that this rank can take part in the step.
     """
 
     def counted(batch: Any) -> Any:
@@ -341,12 +344,15 @@ def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
 
 
 def without_empty(dataset: Any) -> Any:
-    """Drop empty batches. Use this in evaluation, where ranks may have different numbers of batches."""
+    """Drop empty batches. Only for evaluation, in which ranks may have different numbers of batches."""
     return dataset.filter(_on_element(dataset, lambda batch: num_samples(batch) > 0))
 
 
 def own_part_of(dataset: Any, num_workers: int) -> Any:
-    """Split an unsharded dataset's batches into pieces of the size that a TensorFlow strategy would use per worker."""
+    """Split each batch of a dataset that raysgd does not shard into one piece per worker, and yield all pieces.
+
+    A TensorFlow strategy makes batches of this size, too. Empty pieces are dropped.
+    """
 
     def pieces(batch: Any) -> Any:
         import tensorflow as tf
@@ -410,9 +416,9 @@ def zeros(element_spec: Any, num_samples: int) -> Any:
 
 
 def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Adapt a function of an element to dataset methods, which pass the items of a tuple as separate arguments.
+    """Adapt a function of one element for `dataset.map` and similar, which pass a tuple's items as separate arguments.
 
-    AutoGraph is off, because nothing here needs it, and it would write a file for each function.
+    AutoGraph is off, because the functions do not need it, and it would write a file for each function.
     """
     import tensorflow as tf
 

@@ -1,4 +1,7 @@
-"""Default names of Keras layers and metrics. Keras numbers them with counters that are global to the process."""
+"""Resets the counters with which Keras numbers the default names of layers and metrics, such as `dense_1`.
+
+The counters are global to the process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the arguments of `register`, and operates on Keras objects, of Keras 3 or tf_keras."""
+"""Checks the arguments of `register`, and has helpers that work for objects of both Keras 3 and tf_keras."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.trainer.worker.operator import RegisteredParts, parts_of
 
 
 def models_of(given: Any) -> RegisteredParts:
-    """Check that the argument is a Keras model, or a container of models."""
+    """Check that `register(models=...)` got a Keras model or a container of models. Return the models."""
     parts = parts_of("models", given, partial(_has, "trainable_weights"), "a Keras model")
     for model in parts.items:
         check_framework(model)
@@ -23,21 +23,21 @@ def models_of(given: Any) -> RegisteredParts:
 
 
 def optimizers_of(given: Any) -> RegisteredParts:
-    """Check that the argument is a Keras optimizer, or a container of optimizers."""
+    """Check that `register(optimizers=...)` got a Keras optimizer or a container of optimizers. Return them."""
     return parts_of("optimizers", given, partial(_has, "apply_gradients"), "a Keras optimizer, made and not named")
 
 
 def metrics_of(given: Any) -> RegisteredParts:
-    """Check that the argument is a Keras metric, or a container of metrics."""
+    """Check that `register(metrics=...)` got a Keras metric or a container of metrics. Return the metrics."""
     return parts_of("metrics", given, partial(_has, "update_state"), "a Keras metric")
 
 
 def _has(name: str, item: Any) -> bool:
-    return hasattr(type(item), name)  # checks the class, because properties of unbuilt models raise
+    return hasattr(type(item), name)  # checks the class, because some properties of an unbuilt model raise an error
 
 
 def optimizers_in(model: Any) -> list[Any]:
-    """Return all optimizers in attributes of a model and its layers. The optimizer it is compiled with comes first.
+    """Return all optimizers in attributes of a model and its layers, starting with the optimizer from `compile`.
 
     An optimizer that is wrapped in a `LossScaleOptimizer` is left out in favor of its wrapper.
     """
@@ -87,7 +87,7 @@ def class_names(keras_object: Any) -> set[str]:
 
 
 def steps_per_execution(model: Any) -> int:
-    """Return a compiled model's `steps_per_execution`."""
+    """Return a compiled model's `steps_per_execution`, the number of steps that Keras runs in one graph call."""
     if is_legacy(model):
         require_names(model, "_steps_per_execution")
         return int(model._steps_per_execution.numpy())
@@ -125,7 +125,7 @@ def require_compiled(model: Any, where: str) -> None:
 
 
 def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
-    """Wrap an optimizer in a `LossScaleOptimizer` if a model computes in float16, unless it already is one."""
+    """Wrap an optimizer in a `LossScaleOptimizer` if a model computes in float16. Do not wrap it twice."""
     policies = {_policy_of(model) for model in models}
     if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
         return optimizer
@@ -144,7 +144,10 @@ def weights_of(model: Any) -> list[Any]:
 
 
 def take_weights_in(model: Any) -> None:
-    """Refresh cached values after a model's weights were set. Adapted layers cache values computed from weights."""
+    """Update values that layers cache after a model's weights were set.
+
+    Layers with an `adapt` method, such as `Normalization`, cache values that they compute from their weights.
+    """
     for layer in layers_in(model):
         finalize = getattr(layer, "finalize_state", None)
         if layer is not model and finalize is not None and layer.built and layer.weights:
@@ -205,7 +208,7 @@ def trace_train_step(model: Any, element_spec: Any) -> None:
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Create an optimizer's slots."""
+    """Create an optimizer's variables for these model variables, such as momentums."""
     if hasattr(optimizer, "build"):
         if not getattr(optimizer, "built", False) or is_legacy(optimizer):
             optimizer.build(list(variables))

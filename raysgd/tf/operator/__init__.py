@@ -1,1 +1,1 @@
-"""Internal records of an operator."""
+"""The internal attributes of a TensorFlow operator, such as its registered objects."""

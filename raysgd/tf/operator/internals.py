@@ -43,7 +43,7 @@ class TFSettings(ReplicaSettings):
 
 @dataclass(frozen=True)
 class OperatorContext:
-    """An operator's settings, rank, and the synchronizer of its replica."""
+    """What an operator needs to know about its worker: the settings, the rank, and the replica's synchronizer."""
 
     settings: TFSettings
     world: World
@@ -65,6 +65,9 @@ class RegisteredData:
     """The datasets passed to `register_data`.
 
     Attributes:
+        train_dataset: The training dataset, unsharded.
+        validation_dataset: The validation dataset, unsharded.
+        sharding: "worker" if a batch is for one worker, "global" if it is a global batch.
         ray_loaders: Loaders for datasets of Ray Data, under the keys "train" and "validation".
         streams: Registered streams, under the same keys.
     """
@@ -77,7 +80,7 @@ class RegisteredData:
 
 
 class TFInternals(Internals):
-    """See `raysgd.trainer.worker.operator.Internals`.
+    """The internal attributes of a TensorFlow operator. They are separate, so that users' attributes cannot clash.
 
     Attributes:
         registered: The registered models, optimizers, loss and metrics.
@@ -85,7 +88,7 @@ class TFInternals(Internals):
         train_function: The compiled `train_step`, or None until it is first needed.
         test_function: The compiled `test_step`, or None until it is first needed.
         chosen_rates: The learning rates that `setup` chose, with None for an optimizer whose rate cannot be set.
-        num_left_out: Number of steps since the last batch in which other ranks had samples and this rank had none.
+        num_left_out: Number of steps without samples for this rank that `train_epoch` has not counted yet.
         fit: Holds the position of Keras's `fit`, for operators created from creator functions.
     """
 
@@ -120,7 +123,7 @@ class TFInternals(Internals):
         self._trained = kind
 
     def mean_loss(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return a batch's scalar loss: the mean over samples, or a Keras loss with its own reduction, scaled."""
+        """Return a batch's loss as a scalar, scaled so that averaging over ranks gives the single-process loss."""
         import tensorflow as tf
 
         losses = self.context.synchronizer.losses
@@ -129,7 +132,7 @@ class TFInternals(Internals):
         return tf.reduce_mean(loss(target, output) if weight is None else loss(target, output, weight))
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
-        """Implement the default `predict_batch`."""
+        """Return the model's output for a batch. This is the default `predict_batch`."""
         self.forget_stale_steps()
         if self._predict_function is None:
             model = required(self._operator, "model")
@@ -138,7 +141,7 @@ class TFInternals(Internals):
             return self._predict_function(inputs(batch, info.get(HAS_TARGET, False)))
 
     def num_samples(self, batch: Any) -> int:
-        """Return how many samples of a batch count. Padding does not count."""
+        """Return the number of samples in a batch, not counting padding."""
         known = self.context.synchronizer.step.num_samples
         return int(num_samples(batch)) if known is None else known
 

@@ -17,24 +17,24 @@ from raysgd.tf.parallel.step import Exchange, TracedStep
 from raysgd.trainer.worker.ledger import Ledger
 
 _EQUAL_WEIGHTS = 1e-6
-"""Tolerance for the sum of the ranks' weights. The sum is 1 in steps with as many samples as the first step."""
+"""Maximum difference from 1 at which the sum of the ranks' weights counts as 1, so that no division is needed."""
 
 REFUSALS = (IncompatibleModelError, InvalidRegistrationError)
-"""Errors that raysgd raises while a step is traced."""
+"""Errors for user mistakes that raysgd raises while a step is traced, inside TensorFlow."""
 
 _ALIGNMENT = 64
 """Alignment of gradients in the buffer, in bytes. With this alignment, TensorFlow uses them without a copy."""
 
 
 class ExchangeRecord:
-    """Counts and times the gradient all-reduces, here called exchanges, and holds the group that they use.
+    """Counts and times the gradient all-reduces, here called exchanges, and holds the group of ranks that they use.
 
     Attributes:
         group: The group of ranks. It is replaced when the replica joins another group.
         before_exchange: If set, called before each exchange, in one of TensorFlow's threads. An exception in it ends
             the step before any weight has changed.
         num_completed: Number of completed exchanges.
-        num_per_step: Number of exchanges in a step of a watched model.
+        num_per_step: Number of exchanges in a step of a Keras loop.
         own_s: Seconds of the training call spent outside exchanges, up to the most recent exchange.
         ledger: Notified when exchanges start and finish.
     """
@@ -51,12 +51,12 @@ class ExchangeRecord:
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:
-        """Reset the call's measurements."""
+        """Reset the measurements. Call this at the start of a training call."""
         self.own_s, self._num_samples = 0.0, 0.0
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the block, a training call or a part of it."""
+        """Measure the time inside the block, which runs a training call or a part of it."""
         self._left_at = time.perf_counter()
         try:
             yield
@@ -99,12 +99,12 @@ class ExchangeRecord:
             raise cause from error
 
     def note_error(self, error: BaseException) -> None:
-        """Record an exchange's first exception, because TensorFlow replaces it."""
+        """Record an exception for `surfacing_errors`, because TensorFlow will replace it. Only the first is stored."""
         self._error = self._error or error
 
     @contextmanager
     def noting(self, *kinds: type[BaseException]) -> Iterator[None]:
-        """Record exceptions of these classes, because TensorFlow replaces them."""
+        """Record exceptions of these classes from the block for `surfacing_errors`."""
         try:
             yield
         except kinds as error:
@@ -113,9 +113,9 @@ class ExchangeRecord:
 
 
 class GradientLayout:
-    """Maps a step's gradients to positions in a flat buffer. The buffer's last element is the weight.
+    """Maps a step's gradients to positions in a flat buffer. The buffer's last element is the rank's weight.
 
-    Buffers are reused once nothing references them.
+    Buffers are reused as soon as nothing references them.
     """
 
     def __init__(self, gradients: Sequence[Array]) -> None:
@@ -132,7 +132,7 @@ class GradientLayout:
         self._buffers = HostBuffers()
 
     def free_buffer(self) -> Array:
-        """Return a buffer that nothing references."""
+        """Return a buffer that is not in use. Create it if necessary."""
         return self._buffers.take_buffer(self._num_numbers * self._dtype.itemsize).view(self._dtype)
 
     def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:
@@ -156,14 +156,16 @@ class GradientAverager:
     """Averages the gradients of one optimizer.
 
     Gradients are multiplied by the rank's weight and copied into a flat buffer. The buffer is all-reduced in place, and
-    TensorFlow uses the sums without a copy. A rank's weight is its number of samples divided by the number in a full
-    step. The first step is assumed to be full. The weight is all-reduced along with the gradients. In full steps, the
-    weights sum to 1, and no division is needed.
+    TensorFlow uses the sums without a copy.
+
+    A rank's weight is its number of samples, divided by the number of ranks and by the number of samples per rank in a
+    full step. The first step is assumed to be full. The weight is all-reduced along with the gradients. In full steps,
+    the weights sum to 1. In other steps, the summed gradients are divided by the sum of the weights.
 
     Args:
-        exchanges: Holds the group, and counts exchanges.
-        traced: The current step of a Keras loop.
-        num_samples_of: See `GlobalLosses.num_samples_of`.
+        exchanges: Holds the group of ranks, and counts the all-reduces.
+        traced: The step of a Keras loop that is being traced.
+        num_samples_of: Returns the step's number of samples; see `GlobalLosses.num_samples_of`.
     """
 
     def __init__(
@@ -174,7 +176,10 @@ class GradientAverager:
         self._layouts: dict[tuple[Any, ...], GradientLayout] = {}
 
     def forget_full_step(self) -> None:
-        """Assume that the next step is full, because the ranks of a new group have not agreed on a full step yet."""
+        """Assume that the next step is full.
+
+        Call this for a new group, in which ranks must agree on this number again.
+        """
         self._full_step = None
 
     def average(self, gradients: Sequence[Any], repeat: Exchange) -> list[Any]:
@@ -182,7 +187,7 @@ class GradientAverager:
 
         Args:
             gradients: This rank's gradients.
-            repeat: Repeats this exchange without samples, for a later step in which this rank has no samples.
+            repeat: Function that repeats this all-reduce, for a later step in which this rank has no samples.
         """
         import tensorflow as tf
 
@@ -202,7 +207,7 @@ class GradientAverager:
         return [_like(gradient, averages, joined) for gradient in gradients]
 
     def _exchange(self, num_dense: int, repeat: Exchange, count: Array, *gradients: Array) -> list[Array]:
-        """All-reduce the gradients whenever the graph runs, in one of TensorFlow's threads."""
+        """All-reduce the gradients. Called whenever the graph runs, in one of TensorFlow's threads."""
         with self._exchanges.noting(BaseException):
             if self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()
@@ -227,7 +232,7 @@ class GradientAverager:
         return [*layout.split(buffer), *joined]
 
     def _joined(self, weight: float, parts: Sequence[Array]) -> list[Array]:
-        """Concatenate all ranks' sparse gradients, like in a single process. `parts` alternates values and indices."""
+        """Concatenate all ranks' sparse gradients. `parts` alternates between values and indices."""
         group = self._exchanges.group
         own = [part if index % 2 else (part * weight).astype(part.dtype) for index, part in enumerate(parts)]
         counts = group.gather(np.array([len(part) for part in own], np.int64))
@@ -239,9 +244,9 @@ def _parts(gradient: Any) -> tuple[Any, Any]:
 
 
 def _like(gradient: Any, averages: Iterator[Any], joined: Iterator[Any]) -> Any:
-    """Return the average in the gradient's format. A sparse average has the rows of all ranks, including duplicates.
+    """Return the next average, dense or sparse like `gradient`. A sparse average has the rows of all ranks.
 
-    Duplicates must be kept, because optimizers handle duplicate and missing rows in special ways.
+    Duplicate rows must be kept, because optimizers handle duplicate and missing rows in special ways.
     """
     import tensorflow as tf
 

@@ -1,13 +1,13 @@
 """Scales each rank's losses so that their sample-weighted average equals the single-process loss.
 
-The ranks' gradients and losses are averaged by samples, which is correct for a loss that is the mean over samples. For
-a Keras loss, its `reduction`, the mask of its inputs, and `ignore_class` show whether it has another divisor. Such a
-loss is multiplied by
+The ranks' gradients and losses are averaged by samples, which is correct for a loss that is the mean over samples. A
+loss may have another divisor, the number by which its sum is divided. For a Keras loss, its `reduction`, the mask of
+its inputs, and `ignore_class` determine the divisor. Such a loss is multiplied by
 
     (its divisor on this rank / on all ranks) / (samples on this rank / on all ranks)
 
-in a single place: `compute_loss` of a compiled model, or an operator's default `forward`. Losses whose divisor cannot
-be determined are rejected.
+in `compute_loss` of a compiled model, or in an operator's default `forward`. Losses whose divisor cannot be determined
+are rejected.
 
 ADR 31 explains why a loss is scaled by its own attributes.
 """
@@ -29,7 +29,7 @@ from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord
 from raysgd.tf.parallel.step import Exchange, TFStep, TracedStep
 
 SUM = "sum"
-"""Stands for the divisor of a loss that is a sum."""
+"""Passed instead of a divisor for a loss that is a sum, which has none."""
 
 _BY_WEIGHTS = "mean_with_sample_weight"
 _ONE = np.float64(1.0)
@@ -48,11 +48,13 @@ class GlobalLosses:
         self.evaluates_together = False
 
     def num_samples_of(self, counted: int, repeat: Exchange) -> float:
-        """Return the step's number of samples from raysgd's loop, else from the batch. If both are unknown, return 1.
+        """Return this rank's number of samples in the current step.
+
+        It comes from raysgd's loop if that draws the batches, else it is `counted`. Return 1 if both are unknown.
 
         Args:
-            counted: Number of samples counted in the batch. -1 if no Keras step is traced.
-            repeat: Repeats this all-reduce without samples.
+            counted: Number of samples counted in the batch. -1 if no step of a Keras loop is traced.
+            repeat: Function that repeats the current all-reduce without samples, to record it for later steps.
         """
         known = self._step.use(repeat) if self._exchanges.group.size > 1 else self._step.num_samples
         if known is not None:
@@ -60,7 +62,7 @@ class GlobalLosses:
         return counted if counted >= 0 else 1
 
     def compute_loss_of(self, model: Any) -> Callable[..., Any]:
-        """Return a replacement for a model's `compute_loss`. It scales each loss through the sample weights."""
+        """Return a replacement for a model's `compute_loss`. It scales each loss by scaling its sample weights."""
         inner = model.compute_loss
 
         def compute_loss(
@@ -165,7 +167,7 @@ class GlobalLosses:
         return loss * tf.cast(self.factor(weight), loss.dtype)
 
     def factor(self, divisor: Any) -> Any:
-        """Return the scaling factor for a loss with the given divisor, a tensor or `SUM`."""
+        """Return the scaling factor for a loss with the given divisor, a tensor or `SUM`. This all-reduces divisors."""
         is_sum = divisor is SUM
         self._traced.note_exchange(partial(self._compared, is_sum, 0.0))
         return self._compared(is_sum, 0.0 if is_sum else divisor)
@@ -181,7 +183,10 @@ class GlobalLosses:
         return factor
 
     def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
-        """All-reduce the divisors whenever the graph runs. The result of a rank without samples does not count."""
+        """All-reduce the divisors and return the factor. Called whenever the graph runs.
+
+        The factor of a rank without samples is 0, because its loss does not count.
+        """
         if is_test and not self.evaluates_together:
             return _ONE
         with self._exchanges.noting(BaseException):
@@ -202,7 +207,7 @@ class GlobalLosses:
 
 
 def refuse_by_name(gradients: Sequence[Any]) -> None:
-    """Reject gradients that were clipped by this rank's norm, or whose loss was divided by this rank's samples.
+    """Reject gradients that were clipped by one rank's norm, or whose loss was divided by a number of samples.
 
     Raises:
         IncompatibleModelError: The graph being traced contains such an operation.
@@ -226,7 +231,7 @@ def refuse_by_name(gradients: Sequence[Any]) -> None:
 
 
 def _reduction_of(loss: Any) -> str | None:
-    """Return a Keras loss's reduction, or None for a function or the name of a loss."""
+    """Return a Keras loss's reduction. Return None if `loss` is a function, or the name of a loss."""
     reduction = getattr(loss, "reduction", None)
     return None if reduction is None and not hasattr(loss, "call") else str(reduction)
 
@@ -239,7 +244,8 @@ def _ignored_by(loss: Any) -> int | None:
 def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
     """Return a loss's divisor as a tensor. Return None if the divisor is the number of samples, or there is none.
 
-    The divisor is computed as the value of a loss that counts, because Keras masks and weights it like the given loss.
+    The divisor is computed with another Keras loss, which sums ones, because Keras masks and weights both in the same
+    way.
     """
     import tensorflow as tf
 
@@ -258,7 +264,10 @@ def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> An
 
 
 def _is_masked(keras: Any, output: Any) -> bool:
-    """Return True if Keras would mask a loss of this output. Assume so in eager mode, because ranks' shapes differ."""
+    """Return True if Keras would apply a mask to a loss of this output.
+
+    In eager mode, always return True: batch shapes may differ between ranks, but all ranks must get the same result.
+    """
     import tensorflow as tf
 
     ones = tf.ones([1] * max(1, (output.shape.rank or 2) - 1), output.dtype)
@@ -277,7 +286,7 @@ def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> 
 
 
 def _named(keras: Any, loss: Any) -> Any:
-    """Return the loss, looked up by its name if it is a string."""
+    """Return the loss. If it is a string, look it up by its name in Keras."""
     return keras.losses.get(loss) if isinstance(loss, str) else loss
 
 
@@ -326,7 +335,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
-    """Return the part of `given` for each model output, matched as in Keras."""
+    """Return the part of `given`, such as the losses or targets, for each model output, matched as Keras does."""
     import tensorflow as tf
 
     num_outputs = len(tf.nest.flatten(outputs))
@@ -347,7 +356,7 @@ def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
 
 @contextmanager
 def _as_sums(losses: Sequence[Any]) -> Iterator[None]:
-    """Set the losses' reduction to a sum in the block, because their weights are already divided."""
+    """Inside the block, make the losses sums, because their sample weights already include the divisor."""
     for loss in losses:
         loss.reduction = SUM
     try:

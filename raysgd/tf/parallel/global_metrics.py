@@ -1,4 +1,4 @@
-"""Merges variables of all ranks: metrics by their `aggregation`, statistics by averaging."""
+"""Merges variables over all ranks: metrics by their `aggregation`, statistics such as BatchNorm's by their mean."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
 
 
 class GlobalMetrics:
-    """Replaces models' results by results over all ranks.
+    """Replaces the results that Keras models report for an epoch with results over all ranks.
 
     Keras uses `get_metrics_result` for an epoch's results only if it returns the same names as the last step. The
-    replacement therefore returns these names. A metric has its result over all ranks, and any other number has its
-    sample-weighted mean.
+    replacement therefore returns these names. For a metric, it returns the result over all ranks, and for any other
+    number its sample-weighted mean over the ranks.
+
+    Args:
+        group: Returns the group of ranks.
+        traced: The step of a Keras loop that is being traced.
+        evaluates_together: Returns True if a Keras loop evaluates the same global batches on all ranks.
     """
 
     def __init__(self, group: Callable[[], Group], traced: TracedStep, evaluates_together: Callable[[], bool]) -> None:
@@ -30,7 +35,7 @@ class GlobalMetrics:
         self._is_merging = False
         self._last: Any = None  # variable: number of samples in a Keras loop's last batch, and 1 if in evaluation
         self._returned: dict[bool, dict[str, Any]] = {}  # by `is_test`: variables with the last returned numbers
-        self._batches: dict[bool, list[Array]] = {}  # by `is_test`: each batch's size, and the mean metrics after it
+        self._batches: dict[bool, list[Array]] = {}  # by `is_test`: sizes of batches, and the mean metrics after each
 
     def note_batch(self, count: Any) -> None:
         """Record the number of samples in the batch of the step being traced."""
@@ -39,7 +44,7 @@ class GlobalMetrics:
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """Record the numbers that the user's step returned."""
+        """Record the numbers that the user's own `train_step` or `test_step` returned."""
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -50,7 +55,11 @@ class GlobalMetrics:
         self._returned[is_test] = {**dict.fromkeys(numbers), **noted} if is_known else {}
 
     def note_means(self, model: Any, count: Any) -> None:
-        """Record a model's mean metrics after a step. Some of them may weight all batches equally, not by samples."""
+        """Record a model's mean metrics after a step.
+
+        Some of them may weight all batches equally instead of by samples. `results_of` corrects these at the end of an
+        epoch.
+        """
         import tensorflow as tf
 
         means = _means_of(model)
@@ -61,19 +70,20 @@ class GlobalMetrics:
             tf.numpy_function(note, [values], [])
 
     def _note_batch(self, is_test: bool, values: Array) -> None:
-        """Store a batch's values whenever the graph runs."""
+        """Store a batch's values. Called whenever the graph runs."""
         batches = self._batches.setdefault(is_test, [])
-        if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():  # the metrics were reset in between
+        # If no count has grown, the metrics were reset since the last batch, so another epoch has started.
+        if batches and values[0] and (values[2::2] <= batches[-1][2::2]).all():
             batches.clear()
         batches.append(values)
 
     def _set_means_of_batches(self, model: Any, is_test: bool) -> None:
-        """Set means that weight all batches equally to the values that a single process would compute."""
+        """Set metrics that weight all batches equally to the values that a single process would compute."""
         means, group, batches = _means_of(model), self._group(), self._batches.pop(is_test, [])
         if group.size == 1 or not means or (is_test and not self._evaluates_together()):
             return
         own = np.zeros([int(group.largest(float(len(batches)))), 1 + 2 * len(means)])
-        if batches:  # align at the end, because a rank that stepped in later has only the last batches
+        if batches:  # align the ranks' batches at the end, because a rank that joined later has only the last batches
             own[-len(batches) :] = np.diff(batches, axis=0, prepend=0.0)
             own[-len(batches) :, 0] = [each[0] for each in batches]
         numbers, totals, counts = own[:, :1], own[:, 1::2], own[:, 2::2]
@@ -88,7 +98,7 @@ class GlobalMetrics:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Inside the block, replace watched models' results at the end of each epoch by results over all ranks."""
+        """Inside the block, replace models' results at the end of each epoch with results over all ranks."""
         self._is_merging = True
         try:
             yield
@@ -96,7 +106,7 @@ class GlobalMetrics:
             self._is_merging = False
 
     def results_of(self, model: Any) -> Any:
-        """Return a replacement for a model's `get_metrics_result`."""
+        """Return a replacement for a model's `get_metrics_result`. It returns results over all ranks; see the class."""
         inner = model.get_metrics_result
 
         def get_metrics_result() -> Any:
@@ -115,7 +125,10 @@ class GlobalMetrics:
         return get_metrics_result
 
     def _as_returned(self, known: Mapping[str, Any], results: Any, has_seen: Mapping[str, bool]) -> Any:
-        """Return the results under the names that the user's last step returned. After a Keras step, change nothing."""
+        """Return results under the names that the user's own `train_step` or `test_step` last returned.
+
+        If the user has not overridden the step, return `results` unchanged.
+        """
         count, is_test = (0, 0) if self._last is None else self._last.numpy()
         returned = self._returned.get(bool(is_test))
         if not returned:
@@ -176,19 +189,19 @@ def check_aggregation(metrics: Sequence[Any]) -> None:
 
 
 def merge_statistics(group: Group, models: Sequence[Any]) -> None:
-    """Average variables over all ranks that training changes without a gradient, such as BatchNorm's statistics."""
+    """Average the non-trainable weights, such as BatchNorm's statistics, over all ranks."""
     variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
     if group.size > 1 and variables:
         _assign_sums(group, variables, _values(variables), [1.0 / group.size] * len(variables))
 
 
 def share_first(group: Group, variables: Sequence[Any]) -> None:
-    """Broadcast rank 0's values of the variables."""
+    """Broadcast rank 0's values of the variables to all ranks."""
     if group.size == 1:
         return
     for variable in variables:
         array = np.array(variable.numpy())
-        if array.dtype.hasobject:  # strings
+        if array.dtype.hasobject:  # variables with strings are not broadcast
             continue
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         group.from_first(flat)

@@ -1,8 +1,9 @@
 """Keeps replicas of Keras models in sync: averages gradients in front of the optimizer, and merges metrics.
 
-Each process has its own model and no TensorFlow strategy. A watched optimizer averages the gradients of all ranks
-before it applies them, with one all-reduce of a flat buffer per step. This works for Keras 3 and tf_keras, for `fit`,
-`train_on_batch` and loops with a `GradientTape`, in graph and eager mode.
+Each process has its own model and no TensorFlow strategy. To watch an optimizer means to replace its method that
+applies gradients. The replacement averages the gradients of all ranks first, with one all-reduce of a flat buffer per
+step. This works for Keras 3 and tf_keras, for `fit`, `train_on_batch` and loops with a `GradientTape`, in graph and
+eager mode.
 
 The average is weighted by samples. A step of N replicas therefore equals a single-process step on the global batch,
 however unevenly the samples are sharded. A rank without samples takes part with weight 0, without running user code.
@@ -33,9 +34,10 @@ class Synchronizer:
     """Watches one replica's optimizers and models: replaces methods so that they work together with other ranks.
 
     Args:
-        world: The rank and the number of ranks.
-        num_workers: The intended number of replicas. If it is larger than 1, others may join a single replica.
-        counts_steps: Whether to watch models and optimizers even if there will never be other replicas.
+        world: This rank and the number of ranks.
+        num_workers: The intended number of replicas. If it is larger than 1, other replicas may join later.
+        counts_steps: Whether to watch models and optimizers even if there will never be other replicas, so that steps
+            are counted.
 
     Attributes:
         step: The current training step, if raysgd's own loop draws the batches.
@@ -57,7 +59,7 @@ class Synchronizer:
         self._traced = traced = TracedStep()
         self._losses = GlobalLosses(self.exchanges, traced, self.step, self.validation_step)
         self.losses = self._losses if is_one_of_many else None
-        self._registered: Callable[[], Sequence[Any]] | None = None  # returns the models; None accepts all optimizers
+        self._registered: Callable[[], Sequence[Any]] | None = None  # the argument of `restrict_to`
         self._averagers: list[GradientAverager] = []
         self._metrics = GlobalMetrics(lambda: self.group, traced, lambda: self._losses.evaluates_together)
 
@@ -78,7 +80,7 @@ class Synchronizer:
         self._registered = registered
 
     def watch(self, optimizer: Any) -> None:
-        """Make an optimizer average the gradients of all ranks. Further calls do nothing."""
+        """Make an optimizer average the gradients of all ranks. Calls for a watched optimizer do nothing."""
         name = _name_of_apply(optimizer)
         if not self.watches or registration.is_replaced(optimizer, name):
             return
@@ -118,7 +120,7 @@ class Synchronizer:
             )
 
     def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for a Keras 3 optimizer's `apply`."""
+        """Return a replacement for a Keras 3 optimizer's `apply`, which averages gradients first."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             import tensorflow as tf
@@ -127,7 +129,7 @@ class Synchronizer:
             if trainable_variables is None:
                 require_names(optimizer, "_trainable_variables")
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
-            with tf.init_scope():  # variables created in a branch of a graph would not be initialized
+            with tf.init_scope():  # outside the graph; variables created in a branch of it would stay uninitialized
                 registration.build_optimizer(optimizer, variables)
             averaged = self._averaged(optimizer, variables, gradients, averager)
             with _after(averaged):
@@ -136,7 +138,7 @@ class Synchronizer:
         return apply
 
     def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for a tf_keras optimizer's `apply_gradients`."""
+        """Return a replacement for a tf_keras optimizer's `apply_gradients`, which averages gradients first."""
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
@@ -150,7 +152,7 @@ class Synchronizer:
     def _averaged(
         self, optimizer: Any, variables: list[Any], gradients: list[Any], averager: GradientAverager
     ) -> list[Any]:
-        """Return the average of all ranks' gradients, and record this all-reduce in the traced step."""
+        """Return the mean of all ranks' gradients. If a step is being traced, record this all-reduce in it."""
         with self.exchanges.noting(*REFUSALS):
             self._refuse_strangers(optimizer, variables)
             if self.losses is not None:
@@ -206,7 +208,10 @@ class Synchronizer:
         return train_step
 
     def _step_function(self, model: Any, step_of_user: Callable[[Any], Any], is_test: bool = False) -> Any:
-        """Wrap a model's step so that it counts samples and, on an empty batch, only repeats the usual all-reduces."""
+        """Wrap a model's `train_step` or `test_step` so that it counts samples.
+
+        On an empty batch, the wrapper only repeats the all-reduces of a step on a non-empty batch, with zeros.
+        """
         usual_step: tuple[Sequence[Any], Any] = (), None  # all-reduces and result of a step on a non-empty batch
         is_own = not registration.is_stock(type(model).test_step if is_test else type(model).train_step)
 
@@ -214,8 +219,7 @@ class Synchronizer:
             result = step_of_user(data)
             if is_own:
                 self._metrics.note_returned(result)
-            # This is set while a step is traced. An evaluation step does not all-reduce gradients, and keeps the
-            # number.
+            # Runs while a step is traced. An evaluation step applies no gradients, so it leaves the number unchanged.
             self.exchanges.num_per_step = self._traced.num_applied or self.exchanges.num_per_step
             return result
 
@@ -246,7 +250,13 @@ class Synchronizer:
         return step
 
     def take_part(self, train_step: Callable[[Any], Any], batch: Any) -> None:
-        """Repeat the all-reduces of this rank's last step without samples. If there was none, trace one on `batch`."""
+        """Take part in a step for which this rank has no samples, by repeating the all-reduces of its last step.
+
+        Args:
+            train_step: The operator's step. If this rank has not taken a step yet, it is traced to learn its
+            all-reduces.
+            batch: Batch for tracing.
+        """
         import tensorflow as tf
 
         repeats = self.step.usual
@@ -259,7 +269,7 @@ class Synchronizer:
         self.step.skip()
 
     def merging_metrics(self) -> AbstractContextManager[None]:
-        """Inside the block, merge watched models' results over all ranks at the end of each epoch."""
+        """Inside the block, replace watched models' results at the end of each epoch with results over all ranks."""
         return self._metrics.merging() if self.watches else nullcontext()
 
     @contextmanager
@@ -273,7 +283,7 @@ class Synchronizer:
 
     @contextmanager
     def evaluating(self, together: bool) -> Iterator[None]:
-        """Declare whether a Keras loop in the block evaluates the same global batches on all ranks (`together`)."""
+        """Run a Keras evaluation in the block. `together` is True if all ranks evaluate the same global batches."""
         self._losses.evaluates_together = together
         try:
             yield
@@ -282,7 +292,7 @@ class Synchronizer:
 
 
 def refuse_xla(model: Any) -> None:
-    """Reject a model compiled with `jit_compile=True`, because XLA cannot call Python. "auto" is allowed.
+    """Reject a model compiled with `jit_compile=True`, because XLA cannot call Python functions. "auto" is allowed.
 
     Raises:
         IncompatibleModelError: The model is compiled with `jit_compile=True`.
@@ -302,7 +312,10 @@ def _name_of_apply(optimizer: Any) -> str:
 
 
 def _after(averaged: Sequence[Any]) -> Any:
-    """Return a context whose operations wait for the all-reduce. If it fails, not even the step counter may change."""
+    """Return a context manager. Operations created in it run only after the all-reduce that computes `averaged`.
+
+    If the all-reduce fails, nothing changes therefore, not even the optimizer's step counter.
+    """
     import tensorflow as tf
 
     first = next((gradient for gradient in averaged if gradient is not None), None)

@@ -1,4 +1,4 @@
-"""A replica's current step: in raysgd's own loop, or being traced in a Keras loop."""
+"""A replica's current training or evaluation step: `TFStep` in raysgd's own loop, `TracedStep` in a Keras loop."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class TFStep:
     """A replica's current step if raysgd's own loop draws the batches.
 
     Attributes:
-        num_samples: Number of this rank's samples in the step. None if Keras's loop draws the batches; the size of the
-            batch is used then.
+        num_samples: Number of this rank's samples in the step. None if a Keras loop draws the batches. The number is
+            then counted in the batch.
         num_global: Number of samples of all ranks in the step, or 0 if unknown.
         weights: Sums of the sample weights of this rank and of all ranks. 0 without sample weights.
         began_at: Time at which the loop started to draw the batch.
-        usual: The all-reduces of the last step that had any, for repeating them without samples.
+        usual: Functions that repeat the all-reduces of the last step without samples. Steps without all-reduces are
+            ignored.
     """
 
     num_samples: int | None = None
@@ -38,7 +39,7 @@ class TFStep:
     _is_last_waiting: bool = False
 
     def begin_batch(self, num_samples: int, num_global: int, weights: tuple[float, float]) -> None:
-        """Start the step of a batch that is about to be yielded."""
+        """Start a step. Call this before the step's batch is yielded to user code."""
         self.num_samples, self.num_global, self.weights = num_samples, num_global, weights
         if self._exchanged:
             self.usual, self._exchanged = self._exchanged, []
@@ -46,22 +47,25 @@ class TFStep:
         self._is_last_waiting = True
 
     def confirm(self) -> None:
-        """End the step. Batches that were drawn but not trained on stay open."""
+        """End the step. Batches that were drawn but not trained on stay open, for `use`."""
         if not self._waiting:
             self.num_samples = None
 
     def end_stream(self) -> None:
-        """Do nothing at the end of the batches."""
+        """Do nothing when the call has no more batches."""
 
     def forget(self) -> None:
-        """End a call. Steps that user code takes between two calls do not count as steps on the data."""
+        """Forget the current batches at the end of a call.
+
+        Steps that user code takes between two calls then do not count as steps on the call's data.
+        """
         self.num_samples, self._waiting, self._is_last_waiting = None, [], False
 
     def use(self, exchange: Exchange | None = None) -> int | None:
         """Record that user code trains on the batch. Return this rank's number of samples in the batch.
 
         Args:
-            exchange: Repeats the step's all-reduce without samples.
+            exchange: Function that repeats the step's all-reduce without samples.
 
         Raises:
             RuntimeError: Several batches with different numbers of samples are open, so it is unknown which batch user
@@ -86,7 +90,11 @@ class TFStep:
             self._is_last_waiting = False
 
     def factor(self, divisor: float | None) -> float:
-        """Compute the factor for a loss from the batch's counts. Return 1 if they are unknown."""
+        """Return the factor by which to scale a loss, computed from the batch's counts. Return 1 if they are unknown.
+
+        Args:
+            divisor: The loss's divisor on this rank, or None for a loss that is a sum.
+        """
         own, joint = self.weights
         if not self.num_samples or not self.num_global:
             return 1.0
@@ -122,8 +130,8 @@ class TracedStep:
 
     Attributes:
         num_samples: Number of samples in the step's batch, as a tensor of the graph. None if no step is being traced.
-        exchanges: The step's all-reduces so far.
-        num_applied: Number of all-reduces whose gradients were applied.
+        exchanges: Functions that repeat the step's all-reduces so far.
+        num_applied: Number of all-reduces of gradients that an optimizer applies.
         is_test: True in an evaluation step.
     """
 
@@ -159,11 +167,11 @@ def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
     """Run a step without samples: repeat the all-reduces and updates of the usual step with zero gradients.
 
     Args:
-        exchanges: The all-reduces of the usual step.
-        result: Result of the usual step, or None if there was no usual step.
+        exchanges: Functions that repeat the all-reduces of a usual step, which is a step on a non-empty batch.
+        result: Result of the usual step, or None if there has not been one.
 
     Raises:
-        IncompatibleModelError: There was no usual step.
+        IncompatibleModelError: There has not been a usual step.
     """
     import tensorflow as tf
 
@@ -179,8 +187,8 @@ def repeat_with_zeros(exchanges: Sequence[Exchange], result: Any) -> Any:
 def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
     """Return a function that creates a zero gradient of the same type.
 
-    This is a function because a tensor cannot be used in another graph later. The zero gradient has the shape of the
-    variable, because the shape of the gradient may be unknown in a graph.
+    It returns a function because a tensor could not be used in another graph later. A dense zero gradient has the shape
+    of the variable, because the shape of the gradient may be unknown in a graph.
     """
     import tensorflow as tf
 

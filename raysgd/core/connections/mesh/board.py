@@ -1,8 +1,8 @@
 """The board: a key-value store that all ranks of a group read and write. Each rank has a full copy.
 
 Unlike a server, the board has no host that could die. A written value is forwarded to all other ranks, from neighbor to
-neighbor. The board needs only sockets and one thread per rank. The thread receives messages, and sends the bytes that a
-socket did not accept immediately.
+neighbor; a rank's neighbors are the ranks to which it has a connection. The board needs only sockets and one thread per
+rank. The thread receives messages, and sends the bytes that a socket did not accept immediately.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BoardMessage(NamedTuple):
 
 
 def taken_from(received: bytearray) -> list[BoardMessage]:
-    """Remove and decode all complete messages at the start of the buffer."""
+    """Remove all complete messages from the start of a buffer of received bytes, and return them decoded."""
     found, start, num_received = [], 0, len(received)
     while num_received - start >= _HEAD.size:
         source, length, num_bytes = _HEAD.unpack_from(received, start)
@@ -64,8 +64,8 @@ class _Link:
 
     Args:
         rank: Rank of the neighbor.
-        connection: The socket.
-        wake: Called when the socket's buffer fills up, so that bytes are left to send.
+        connection: Socket connected to the neighbor.
+        wake: Called when the socket has not accepted all bytes, so that another thread must send the rest.
     """
 
     __slots__ = ("_is_cut", "_received", "_sending", "_unsent", "_wake", "connection", "rank")
@@ -78,7 +78,7 @@ class _Link:
         self._is_cut = False
 
     def send(self, data: bytes) -> None:
-        """Send as much as the socket accepts now, and buffer the rest."""
+        """Send data without blocking. Bytes that the socket does not accept now are buffered."""
         with self._sending:
             if self._unsent and not self._is_cut:
                 self._unsent += data
@@ -87,7 +87,7 @@ class _Link:
                 self._wake()
 
     def send_rest(self) -> None:
-        """Send as much of the buffered rest as the socket accepts now."""
+        """Send as many of the buffered bytes as the socket accepts now."""
         with self._sending:
             del self._unsent[: self._num_sent(self._unsent)]
 
@@ -99,7 +99,7 @@ class _Link:
 
     @property
     def has_rest(self) -> bool:
-        """True if bytes are left to send."""
+        """True if buffered bytes are left to send."""
         return bool(self._unsent)
 
     def receive(self) -> list[BoardMessage]:
@@ -123,7 +123,7 @@ class _Link:
 
 
 def others(rank: int, size: int) -> set[int]:
-    """Return all ranks except `rank`."""
+    """Return all ranks of a group of `size` ranks except `rank`."""
     return set(range(size)) - {rank}
 
 
@@ -137,18 +137,20 @@ def neighbors(rank: int, size: int) -> set[int]:
 
 
 def next_of_all(rank: int, source: int, size: int) -> list[int]:
-    """Return the neighbors to which `rank` forwards a message from `source`. Every rank gets each message once."""
+    """Return the neighbors to which `rank` forwards a message that `source` wrote. Every rank gets the message once."""
     distance = (rank - source) % size
     powers = range(distance.bit_length(), (size - 1).bit_length())
     return [(rank + (1 << power)) % size for power in powers if distance + (1 << power) < size]
 
 
 class BoardTimeout(MeshBroken):
-    """No rank wrote the value in time."""
+    """No rank wrote the awaited value to the board in time."""
 
 
 class Board:
-    """One rank's copy of the board. If one connection ends, the board ends all, so that all ranks learn of the failure.
+    """One rank's copy of the board, the key-value store that all ranks of a group share.
+
+    If one connection ends, this rank shuts down all its connections, so that all ranks learn of the failure.
 
     Args:
         rank: This rank.
@@ -176,7 +178,7 @@ class Board:
         """Wait until all keys have values.
 
         Raises:
-            BoardTimeout: The timeout expired.
+            BoardTimeout: A key still has no value after `timeout_s` seconds.
             MeshBroken: A rank that might write one of the keys is gone.
         """
         if self.has(keys):
@@ -192,7 +194,7 @@ class Board:
                 raise MeshBroken(f"{what}: {self._broken_by}")
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value of a key. Wait for the value and raise like `wait`."""
+        """Return the value of a key. Wait for it if necessary. Raises the same errors as `wait`."""
         self.wait([key], timeout_s)
         return self._values[key]
 
@@ -232,7 +234,7 @@ class Board:
             self._break(_INTERRUPTED if was_cut else str(error))
 
     def _receive_once(self) -> None:
-        """Wait for messages, forward and store them. Only then raise an error if a connection has ended."""
+        """Wait for messages, then forward and store them. If a connection has ended, raise an error afterwards."""
         messages: list[BoardMessage] = []
         ends: list[MeshBroken] = []
         for number, events in self._poll.poll():
@@ -253,14 +255,17 @@ class Board:
             raise ends[0]
 
     def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
-        """Handle a neighbor's poll events: send and receive without blocking. Return the complete messages."""
+        """Send to and receive from a neighbor without blocking, as its poll events allow.
+
+        Return the complete messages.
+        """
         if events & select.POLLOUT:
             link.send_rest()
             self._poll.modify(link.connection, _events(link))
         return link.receive() if events & ~select.POLLOUT else []
 
     def _watch_rests(self) -> None:
-        """From now on, also poll for neighbors that can accept the buffered rest."""
+        """Start polling for the neighbors whose sockets are ready to accept buffered bytes."""
         os.read(self._bell[0], _PART)
         for link in self._links.values():
             self._poll.modify(link.connection, _events(link))
@@ -269,7 +274,7 @@ class Board:
         os.write(self._bell[1], b"!")
 
     def _pass_on(self, messages: Sequence[BoardMessage]) -> None:
-        """Forward messages to ranks that lack them. Combine messages to the same neighbor."""
+        """Forward messages to the neighbors that get them from this rank. Combine messages to the same neighbor."""
         onward: dict[int, list[bytes]] = defaultdict(list)
         for message in messages:
             encoded = message.encoded

@@ -1,8 +1,9 @@
-"""How ranks connect to each other: each rank listens, connects to some ranks, and accepts connections from others.
+"""Connects the ranks of a group: each rank listens, connects to some ranks, and accepts connections from others.
 
-Any process that reaches the port may connect. The driver creates a secret for each group and sends it to the ranks
-through Ray. Each side proves that it knows the secret with an HMAC over a fresh nonce from the other side. The secret
-itself is never sent. A process that does not belong to the group is disconnected and cannot delay the others.
+Any process that reaches a rank's port may connect to it. The driver therefore creates a secret for each group and sends
+it to the ranks through Ray. In a handshake, each side of a connection proves that it knows the secret, with an HMAC
+over a fresh nonce from the other side. The connection never carries the secret itself. A process that does not belong
+to the group is disconnected and cannot delay the ranks.
 
 ADR 55 explains why ranks meet through Ray and not through a store.
 """
@@ -38,12 +39,13 @@ _HAS_NAMES = sys.platform.startswith("linux")  # Linux has abstract Unix sockets
 Address: TypeAlias = tuple[str, int]
 """Numeric host address and port.
 
-A number larger than any port stands for a Unix socket. It consists of random bits, followed by the TCP port that is
+A port number above 65535 stands for a Unix socket. It consists of random bits, followed by the TCP port that is
 reserved for the socket.
 """
 
 Connections: TypeAlias = dict[int, socket.socket]
-"""The socket to each rank of a lane."""
+"""The sockets of one lane, by rank. A lane is a set of connections, at most one per rank. Two ranks may share several
+lanes, for different purposes."""
 _NONCE_LENGTH = 16
 _PROOF_LENGTH = 32
 
@@ -106,7 +108,8 @@ class Endpoint:
     """The sockets at which a rank listens for connections from others.
 
     At the loopback address, the endpoint listens at a Unix socket, where a message takes a third of the time. It also
-    reserves the TCP port, so that no other process gets it. If Unix sockets are not possible, it listens at the port.
+    reserves a TCP port, so that no other process gets that port. If Unix sockets are not possible, it listens at the
+    port.
 
     Attributes:
         port: The number that other ranks need to connect, the second item of an `Address`.
@@ -163,7 +166,7 @@ class Endpoint:
         """Connect to some ranks and accept connections from others. Return when all are connected.
 
         Args:
-            credentials: This rank's credentials.
+            credentials: This rank's number and the group's secret.
             calls: The connections to initiate.
             num_accepted: Number of connections to accept from other ranks.
             deadline: Limits the wait for other ranks.
@@ -212,7 +215,7 @@ class _Handshakes:
     """Performs many handshakes concurrently, so that no handshake waits for another.
 
     Args:
-        credentials: This rank's credentials.
+        credentials: This rank's number and the group's secret.
         listener: The socket to which others connect.
         most_accepted: Maximum number of accepted handshakes in progress. Beyond it, the oldest are disconnected,
             starting with processes that have not sent a valid greeting.
@@ -239,7 +242,7 @@ class _Handshakes:
             connection.close()
             if code != errno.EAGAIN:
                 raise OSError(code, os.strerror(code))
-            self._postponed.append(call)  # the listening socket's backlog is full
+            self._postponed.append(call)  # retry later: the other rank's listening socket has a full backlog
             return
         self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), call)
         self._advance(connection.fileno())
@@ -292,7 +295,7 @@ class _Handshakes:
             if one.call is not None:
                 if not isinstance(error, ConnectionResetError | BrokenPipeError):
                     raise
-                self._postponed.append(one.call)  # that rank has too many handshakes, or has stopped listening
+                self._postponed.append(one.call)  # retry: that rank has too many handshakes, or has stopped listening
             self.drop([number])
         else:
             if events != one.events:
@@ -387,7 +390,7 @@ Handshake: TypeAlias = Generator[int, None, Peer]
 
 @dataclass(frozen=True)
 class Credentials:
-    """The rank and the secret with which a rank proves that it belongs to the group."""
+    """This rank's number and the group's secret, with which it proves that it belongs to the group."""
 
     rank: int
     secret: bytes

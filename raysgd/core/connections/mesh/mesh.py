@@ -1,7 +1,8 @@
-"""The mesh: connections between all pairs of ranks, over which ranks swap bytes. Needs only sockets.
+"""The mesh: sockets between all pairs of ranks, over which ranks swap bytes.
 
-Every rank must make the same swaps in the same order. An error in a swap shuts down all connections of this rank, so
-that no other rank waits for it. `interrupt` does the same from any thread.
+In a swap, a rank sends messages to some ranks and receives messages from some ranks at the same time. Every rank must
+make the same swaps in the same order. An error in a swap shuts down all connections of this rank, so that no other rank
+waits for it. `interrupt` does the same from any thread.
 
 ADR 35 explains why gradients in host memory do not use gloo.
 """
@@ -34,15 +35,15 @@ class MeshBroken(ConnectionError):
 
 
 class NotAligned(ValueError):
-    """Another rank is at a different collective."""
+    """Another rank is at a different collective, so the ranks do not make the same swaps in the same order."""
 
 
 class Mesh:
-    """One rank's connections in one lane.
+    """One rank's connections to all other ranks.
 
     Attributes:
         timeout_s: How long a swap may stall before it raises.
-        waited_s: Seconds that this rank spent in swaps waiting for a rank that had not started them.
+        waited_s: Seconds that this rank has waited in swaps for ranks that had not started the same swap.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -157,7 +158,7 @@ def _go_on(tasks: dict[int, _TaskT]) -> bool:
 
 
 class _Sending:
-    """Sends one message: first the header, then the body."""
+    """Sends one message of a swap to one rank without blocking: first the header, then the body."""
 
     __slots__ = ("_connection", "_parts", "is_done")
 
@@ -178,7 +179,7 @@ class _Sending:
 
 
 class _Receiving:
-    """Receives one message: first the header, then the body."""
+    """Receives one message of a swap from one rank without blocking: first the header, then the body."""
 
     __slots__ = ("_connection", "_head", "_kind", "_parts", "_rank", "is_done")
 

@@ -1,4 +1,6 @@
-"""Adapts a board to a `torch.distributed` store, through which the ranks of a process group find each other.
+"""Presents a board, raysgd's key-value store of a group, to PyTorch as a `torch.distributed` store.
+
+Through such a store, the ranks of a process group find each other.
 
 PyTorch's own `TCPStore` accepts connections from any process, dies with its host, and looks up each client's host name.
 Without a name server, these lookups take long for many clients at once. This module imports PyTorch, so import it only
@@ -48,7 +50,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Raise an error. No group needs a counter, and the board would need one rank to count for all."""
+        """Raise an error. Counters are not supported, because one rank would have to count for all ranks."""
         raise NotImplementedError(
             "the store of this process group has no counters. Create groups without `use_local_synchronization=True`, "
             "and leave the variable `TORCH_DIST_INIT_BARRIER` unset."

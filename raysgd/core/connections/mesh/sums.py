@@ -32,25 +32,25 @@ import numpy as np
 from raysgd.core.connections.mesh.mesh import Bytes, Mesh, Message
 
 MOST = 8
-"""Up to this many ranks, each rank communicates with every other rank."""
+"""Maximum number of ranks for which each rank communicates directly with every other rank."""
 
 MAX_WHOLE_BYTES = 64 * 1024
-"""Up to this size, every rank sums the whole array."""
+"""Maximum size of an array that every rank sums as a whole."""
 
 LEAST_PART_BYTES = 8 * 1024
-"""From this part size on, the amount of data costs more than the number of messages."""
+"""Part size from which on the time of a sum depends more on the amount of data than on the number of messages."""
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _NO_ROWS: Mapping[int, Array] = {}
 
 
 class RankSums:
-    """One rank's side of the sums.
+    """Computes all-reduce sums together with the other ranks.
 
     Args:
         rank: This rank.
         mesh: Connections to the other ranks.
-        nodes: The nodes of all ranks.
+        nodes: Tells on which node each rank is.
     """
 
     def __init__(self, rank: int, mesh: Mesh, nodes: Nodes) -> None:
@@ -85,7 +85,10 @@ class RankSums:
         return list(rows.values())
 
     def tell(self, flat: Array, kind: int) -> None:
-        """Broadcast an array from rank 0, in place. Ranks send few messages, and at most one goes to each node."""
+        """Broadcast an array from rank 0, in place.
+
+        Each rank sends few messages, and the array is sent to each node only once.
+        """
         if self._rank in self._nodes.leaders:
             self._spread(self._nodes.leaders, flat, kind)
         self._spread(self._beside, flat, kind)
@@ -119,7 +122,7 @@ class RankSums:
         """Sum an array over some ranks, in place. All of these ranks must call this at the same time.
 
         Args:
-            ranks: The participating ranks.
+            ranks: The ranks that take part in the sum.
             flat: One-dimensional array.
             kind: Identifies the type of collective, see `Mesh.swap`.
             is_small: True if a rank may send the array more than twice to save messages.
@@ -281,7 +284,7 @@ class Nodes:
 
     @cached_property
     def lanes(self) -> list[list[int]]:
-        """Lanes: lists of ranks that reduce one part among them, with one rank per node.
+        """Lists of ranks, here called lanes, with one rank per node. Each lane reduces one part of an array.
 
         The node with the fewest ranks determines the number of lanes.
         """
@@ -300,8 +303,8 @@ class Nodes:
 def tree(ranks: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
     """Return a rank's parent and children in the broadcast tree that starts at the first of `ranks`.
 
-    Children are in the order in which the rank sends to them. The number of ranks that have the message doubles in each
-    round.
+    Children are in the order in which the rank sends to them. In each round of messages, the number of ranks that have
+    the data doubles.
     """
     place, above = list(ranks).index(rank), None
     reach = 1
