@@ -19,7 +19,7 @@ Attempt = tuple[int, int]
 
 
 class LegReport(NamedTuple):
-    """Report that a worker starts a leg: it starts to train in a new group or a new epoch.
+    """Report that a worker starts a leg: it starts a new epoch, or continues an epoch in a new worker group.
 
     Attributes:
         attempt: The attempt that the leg belongs to.
@@ -98,7 +98,7 @@ class StepRecorder(WorkerCallback):
         self._reports.append((self._num_reports, report))
 
     def reports(self, after: int) -> list[tuple[int, Report]]:
-        """Return the reports after a number, and discard earlier ones.
+        """Return the reports with numbers above `after`, and discard all other reports.
 
         Runs in a second thread, and may wait for a device.
 
@@ -142,7 +142,7 @@ def _name_of_loss(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _kept(value: Any) -> Any:
-    """Return a number, or a copy of a tensor on a device, because user code may change the tensor in place."""
+    """Return a number unchanged, but copy a tensor on a device, because user code may change the tensor in place."""
     try:
         if not hasattr(value, "detach"):
             return float(value)

@@ -76,7 +76,7 @@ class GroupSettings:
         return self.use_local and self.num_workers == 1
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
-        """Raise an error if spare workers are requested but could not replace lost workers.
+        """Raise an error if the user requested spare workers but they could not replace lost workers.
 
         Args:
             obstacles: Tuples of a flag (True if the obstacle applies) and the argument that causes the obstacle.
@@ -124,7 +124,7 @@ class ReplicaSettings:
     callbacks_revision: int = 0
 
     def after(self: SettingsT, num_changes: int) -> SettingsT:
-        """Return the settings as they were after the first `num_changes` config changes; 0 for the original config."""
+        """Return the settings with only the first `num_changes` config changes applied; 0 gives the original config."""
         if num_changes >= len(self.config_changes):
             return self
         config = checks.with_entries(self.config)
@@ -147,7 +147,7 @@ class ReplicaSettings:
 
     @property
     def obstacle_of_streams(self) -> str | None:
-        """Reason why these settings do not work with a stream; None if they do."""
+        """Reason why these settings do not support training on a stream; None if they support it."""
         return None if self.batch_options.is_global else STREAMS_NEED
 
 

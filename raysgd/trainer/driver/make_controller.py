@@ -46,7 +46,7 @@ def make_controller(
         connection: Connects each worker with the other workers of its group.
         reservation_timeout_s: Seconds to wait until Ray has reserved the workers' resources.
         keeps_survivors: Whether the framework lets the survivors of a failure continue with their current state.
-        renews_survivors: Whether survivors can at least restore a snapshot without a new process.
+        renews_survivors: Whether survivors that cannot continue can at least restore a snapshot in the same process.
     """
     is_wanted = settings.recovery.in_place and not settings.is_driver_only
     continues = is_wanted and keeps_survivors
