@@ -56,7 +56,7 @@ class BatchOptions:
 
     @property
     def global_option(self) -> str:
-        """The option that makes raysgd split global batches, as users write it; empty if no such option is set."""
+        """The option that makes raysgd split global batches, as text such as "`split_batches=True`"; empty if unset."""
         if self.split_batches:
             return "`split_batches=True`"
         return "`deterministic=True`" if self.deterministic else ""

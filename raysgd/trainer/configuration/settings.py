@@ -133,7 +133,7 @@ class ReplicaSettings:
         return replace(self, config=config, config_changes=self.config_changes[:num_changes])
 
     def follow(self, others: ReplicaSettings) -> bool:
-        """Return True if an operator built from `others` needs only the config changes since then to match `self`."""
+        """Return True if an operator built from older settings `others` needs only config changes to match `self`."""
         return self.revision == others.revision and len(self.config_changes) >= len(others.config_changes)
 
     def config_for(self, num_workers: int) -> dict[str, Any]:

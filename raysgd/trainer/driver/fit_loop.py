@@ -271,7 +271,10 @@ class FitRun:
         self._newest: str | None = None
 
     def _open_journal(self) -> JournalKeeper | None:
-        """Return the keeper of the run's journal, or None if neither the user nor a callback uses a folder."""
+        """Return the object that writes the run's journal.
+
+        Return None if neither the user nor a callback uses the run's folder.
+        """
         has_folder = self._options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
         if not (has_folder and self._trainer.runs_worker_callbacks):
             return None
@@ -399,7 +402,10 @@ class FitRun:
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
-        """After the block, let the controller replace lost workers again, and store any unfinished epoch."""
+        """After the block, let the controller replace lost workers again.
+
+        Store an unfinished epoch for the next run.
+        """
         self._leaving.begin()
         try:
             yield
@@ -436,7 +442,7 @@ class FitRun:
             run.stop(leaving.reason)
 
     def _finds_snapshot(self) -> bool:
-        """After a loss of all workers, return True if the driver holds a snapshot newer than the last file."""
+        """After all workers were lost, return True if the driver's last snapshot is newer than the last checkpoint."""
         landed = self._trainer.calls.controller.snapshots.landed
         if landed is None:
             return False
@@ -495,7 +501,8 @@ class FitRun:
         try:
             return self._epoch()
         except (WorkersLostError, CallbackError) as error:
-            lost = error.__cause__ if isinstance(error, CallbackError) else error  # a callback's save may have failed
+            # A callback's save may have failed because workers were lost.
+            lost = error.__cause__ if isinstance(error, CallbackError) else error
             if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
             self._is_lost, self._begun = True, None
@@ -525,7 +532,8 @@ class FitRun:
         self._tell_of_events()
         self._saved.clear()
         try:
-            self._finish_validation(waits=False)  # a save then includes a result that has arrived
+            # If the previous epoch's result has arrived, the next save includes it.
+            self._finish_validation(waits=False)
         finally:
             self._calls.tell("on_epoch_trained")
         if self._awaited is not None:
@@ -603,7 +611,10 @@ class FitRun:
 
     @contextmanager
     def _between_epochs(self, begun: BegunEpoch) -> Iterator[None]:
-        """Inside the block, let `run.epoch` count only completed epochs, and `run.step` the batches of the next."""
+        """Inside the block, let `run.epoch` count only completed epochs.
+
+        `run.step` counts the unfinished epoch's batches.
+        """
         run = self._run
         run.epoch, run.step = run.epoch - 1, begun.num_steps
         try:
@@ -673,7 +684,8 @@ class FitRun:
             epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
             self._awaited = epoch
             return
-        whole = replace(asked(None), starts_over=True)  # even if a callback has validated on a few batches
+        # Validate on all data, even if a callback has validated on a few batches.
+        whole = replace(asked(None), starts_over=True)
         with self._noting_lack_of_data():
             trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
         self._take_records()
@@ -764,7 +776,8 @@ class FitRun:
         """Save in the background. Write the sidecar first, so that a complete checkpoint always has a sidecar."""
         self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
         write = self._trainer.save_behind(location)
-        step = None if self._journal is None else self._journal.last_step  # the step of the state being written
+        # The step at which the state being written was taken.
+        step = None if self._journal is None else self._journal.last_step
         self._saved.append(location)
 
         def note() -> None:
@@ -777,7 +790,7 @@ class FitRun:
         return SaveBehind(write, note)
 
     def _save_again(self, has_changed: bool) -> None:
-        """Add the previous epoch's late result to the files that were saved before it arrived."""
+        """Add the previous epoch's result to the files that were saved before the result arrived."""
         try:
             for location in self._saved:
                 if has_changed:

@@ -53,7 +53,8 @@ def make_controller(
     recovery = settings.recovery
     every_s, operator_cls = recovery.snapshot_every_s, make_replica.settings.training_operator_cls
     if settings.use_local and every_s == "auto":
-        every_s = 0.0  # the user can change a local operator between calls without the library noticing
+        # The user can change a local operator between calls unnoticed, so take a snapshot after each call.
+        every_s = 0.0
     num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
     group = GroupSpec(
         connection=connection,

@@ -1,4 +1,4 @@
-"""Facts about a replica after its setup."""
+"""`RunnerFacts`: what a replica reports to the driver after its setup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raysgd.core.arrays.ray_batches import RayBatches
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerFacts:
-    """Facts about a replica that the driver needs.
+    """What a replica reports to the driver after its setup.
 
     Attributes:
         num_models: Number of registered models.
@@ -42,5 +42,5 @@ class RunnerFacts:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of models and optimizers that a state dict must contain to be loaded."""
+        """The number of models and of optimizers that a state dict must contain so that it can be loaded."""
         return {"models": self.num_models, "optimizers": self.num_optimizers}
