@@ -114,7 +114,7 @@ class DataSharing:
         self._places[name] = identity(dataset), place
 
     def places_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
-        """Return the positions where calls stopped, for another process that continues this trainer.
+        """Return the positions at which calls stopped in their datasets, for a process that continues this trainer.
 
         Only data that a driver sent to this process is included, because only such data has a token by which the later
         process can recognize it.

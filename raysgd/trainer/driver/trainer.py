@@ -202,7 +202,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         self._replicas.settings = self._settings_to_send(settings)
         show_options(self, settings)
         if is_other and self._controller.group is not None:
-            # Spares keep running through smaller changes, which they receive when they join the group.
+            # With the same revision, spares apply the changes when they join the group.
             self._controller.group.standby.kill_all()
 
     def _make_controller(self) -> ElasticController:
@@ -555,7 +555,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
-        """Return the completed epochs of a snapshot that the driver holds, and its batches over all epochs."""
+        """Return how many epochs, and batches over all epochs, were trained before a snapshot that the driver holds."""
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(

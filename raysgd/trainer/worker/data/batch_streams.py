@@ -287,7 +287,7 @@ class WatchedBatches:
 
     @property
     def is_padding(self) -> bool:
-        """True if the last batch repeats samples because this worker has run out while other workers have not."""
+        """True if the last batch is padding, which repeats samples because only other workers have samples left."""
         is_padding: bool = self._stream.place.batch.is_padding
         return is_padding
 
