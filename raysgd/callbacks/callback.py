@@ -189,7 +189,7 @@ def uses_folder_of_run(callback: Callback) -> bool:
 
 
 class SaveBehind:
-    """A checkpoint that is written in the background while training continues.
+    """A pending checkpoint, written in the background while training continues.
 
     Args:
         write: The background write, or None if the file is already complete.
@@ -205,7 +205,7 @@ class SaveBehind:
         return self._write is None or self._write.is_done
 
     def finish(self) -> None:
-        """Wait until the file is complete, then call `note`.
+        """Wait until the background write has completed the file, then call `note`.
 
         Raises:
             BaseException: The file could not be written.
@@ -216,7 +216,7 @@ class SaveBehind:
 
 
 class Run:
-    """A run of a trainer or a training function, as callbacks see it.
+    """The run that callbacks observe and control: one call to `fit`, or one run of a training function.
 
     Attributes:
         trainer: The class-based trainer, or None in the run of a training function.
@@ -228,7 +228,7 @@ class Run:
             one after `epoch`) that each worker has trained on; otherwise 0.
         epochs: Number of the run's last epoch, unless the run stops early. None for a training function, or if only
             `max_steps` limits the run.
-        history: The results so far. A resumed run also has the results up to its checkpoint.
+        history: The results so far. In a resumed run, this includes the results up to its checkpoint.
         callbacks: The callbacks of the run, in the order in which they are called.
         started_at: Start of the run, in seconds since the Unix epoch.
         validates_beside: True if validation runs concurrently with training, so that each epoch's results arrive one

@@ -135,13 +135,13 @@ class Checkpointing(Callback):
 
     @property
     def best(self) -> str | None:
-        """Path or URI of the best checkpoint, or None if no checkpoint has a score."""
+        """Path or URI of the best checkpoint, or None if no checkpoint has a value for the metric."""
         found = self._best()
         return self._location(found.content) if found is not None else None
 
     @property
     def best_score(self) -> float | None:
-        """The best checkpoint's value of the metric, or None if no checkpoint has a score."""
+        """The metric's value for the best checkpoint, or None if no checkpoint has a value for the metric."""
         found = self._best()
         return found.score if found is not None else None
 
@@ -301,7 +301,7 @@ class Checkpointing(Callback):
             self._delete(each)
 
     def _settle(self, run: Run, *, waits: bool = True) -> None:
-        """Complete the background save, if one is pending: delete the files that it replaces, or handle its failure.
+        """If a background save is pending, complete it: delete the files that it replaces, or handle its failure.
 
         If `waits` is False and the file is still being written, do nothing.
         """
@@ -452,7 +452,7 @@ def _epoch_ended_by(saved: Saved) -> int:
 
 
 def _end_in_words(run: Run, error: BaseException | None) -> str:
-    """Describe how a run ended, for `raysgd status`: one word, and the reason if there is one."""
+    """Describe how a run ended, for `raysgd status`: one word, followed by the reason if one is known."""
     if error is None:
         reason = run.history.stop_reason
         return "finished" if reason is None else f"stopped: {reason}"

@@ -98,7 +98,7 @@ class WatchedMetric:
 
 
 def _may_add(callback: Callback) -> bool:
-    """Return True if this is a user's callback that may add metrics to results, for example by validating itself."""
+    """Return True if this is a user's callback, which may add metrics to results, for example from a validation."""
     return overrides(callback, "on_result") and not type(callback).__module__.startswith("raysgd.")
 
 
@@ -251,7 +251,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the values and counts of an earlier run."""
+        """Load the best and last values and the counts from an earlier run."""
         self.best, self.best_epoch = state["best"], int(state["best_epoch"])
         self.num_without_improvement, self._last = int(state["num_without_improvement"]), state.get("last")
         self._is_loaded = True

@@ -46,7 +46,7 @@ _SPEAK_FOR_THEMSELVES = ("time", _RATE, "workers")
 
 
 class ProgressBar(Callback):
-    """Shows the progress of a run: a bar for each call of train, validate, and predict, and a line for each epoch.
+    """Shows a run's progress: a bar for each call to `train`, `validate` and `predict`, and a line for each epoch.
 
     Args:
         metrics: Names of the metrics to show. None shows the four most informative metrics in each line, and the first

@@ -159,7 +159,7 @@ def left_out_of(operator: Any) -> Collection[int]:
 
 
 def state_of(operator: Any, key: str) -> Any:
-    """Return the state of the worker callback with this `state_key`, or None if there is no such state."""
+    """Return the state of the worker callback with this `state_key`, or None if no callback has this key."""
     return operator._raysgd.callbacks.state_of(key)
 
 
@@ -179,5 +179,5 @@ def index_of(operator: Any, optimizer: Any) -> int:
 
 
 def of_optimizer(name: str, index: int, operator: Any) -> str:
-    """Return a metric's name for one optimizer. The name includes the index if several optimizers are registered."""
+    """Return a metric's name for one optimizer. If several optimizers are registered, the name includes the index."""
     return f"{name}_optimizer{index}" if len(optimizers_of(operator)) > 1 else name

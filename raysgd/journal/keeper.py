@@ -149,7 +149,7 @@ class JournalKeeper:
         for each in asked:
             try:
                 found.append(each.result(1.0))
-            except Exception as error:  # the next fetch asks again, unless the worker is lost
+            except Exception as error:  # the next fetch asks again for these reports, unless the worker is lost
                 logger.debug("no news of the steps: %s", error)
         self._fetched_at = time.monotonic()
         try:

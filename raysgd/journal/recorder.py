@@ -22,7 +22,7 @@ class LegReport(NamedTuple):
     """Report that a worker starts a leg: it starts a new epoch, or continues an epoch in a new worker group.
 
     Attributes:
-        attempt: The attempt that the leg belongs to.
+        attempt: The attempt at a training call that the leg belongs to.
         entry: The leg's journal entry, as plain data.
     """
 
@@ -34,7 +34,7 @@ class StepReport(NamedTuple):
     """One worker's part of a step.
 
     Attributes:
-        attempt: The attempt in which the step was taken.
+        attempt: The attempt at a training call in which the step was taken.
         step: Number of the step.
         total: Weighted sum of the losses of the worker's batches.
         weight: Sum of the weights.
@@ -49,7 +49,7 @@ class StepReport(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A step whose values may still be on a device: the loss and weight of each batch, and the gradient norms."""
+    """Values of one step, which may still be on a device: each batch's loss and weight, and the gradient norms."""
 
     attempt: Attempt
     step: int
@@ -172,7 +172,8 @@ def _read(values: Sequence[Any]) -> list[float]:
 def _as_report(waiting: _Waiting, numbers: Iterator[float]) -> StepReport:
     batches = [(next(numbers), next(numbers)) for _ in waiting.batches]
     norms = [next(numbers) for _ in waiting.norms]
-    counted = [(loss * weight, weight) for loss, weight in batches if weight > 0]  # the loss of padding is arbitrary
+    # Skip padding, whose loss is meaningless.
+    counted = [(loss * weight, weight) for loss, weight in batches if weight > 0]
     total, weight = math.fsum(each for each, _ in counted), math.fsum(each for _, each in counted)
     return StepReport(waiting.attempt, waiting.step, total, weight, max(norms, key=_by_size) if norms else None)
 

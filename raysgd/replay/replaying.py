@@ -34,7 +34,7 @@ class Replayed:
     Attributes:
         step: The last step that was replayed.
         begin: The step after which the replay started.
-        checkpoint: The checkpoint that the replay started from; None for the start of the run.
+        checkpoint: The checkpoint from which the replay started; None if it started at the run's beginning.
         is_exact: True if each loss and norm is bitwise equal to the value in the journal.
         difference: Largest relative difference between a loss and its value in the journal.
         first_different: The first step whose loss or norm is not bitwise equal; None if all are equal.

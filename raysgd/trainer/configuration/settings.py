@@ -105,7 +105,7 @@ class ReplicaSettings:
         recovery: How to handle failures.
         batch_options: Size of the global batch, and how it is split among workers.
         revision: Number of times that `reload` or `reset_config` has recreated the operators.
-        config_changes: One dict per call of `update_config` since the operators were last recreated, with the previous
+        config_changes: One dict per call to `update_config` since the operators were last recreated, with the previous
             values of the changed entries.
         callbacks_revision: Number of times that the workers' callbacks were replaced.
 

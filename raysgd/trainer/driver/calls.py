@@ -52,7 +52,7 @@ def asked(
     reduce_results: bool = True,
     info: Mapping[str, Any] | None = None,
 ) -> EpochRequest:
-    """Check the arguments of a call, and return the request that is common to all replicas."""
+    """Check a call's arguments, and return the request to send to all replicas."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
     return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile, seed=0)
 
@@ -116,7 +116,7 @@ class ProgressListeners:
         self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
 
     def _tell_of_now(self) -> None:
-        """Report rank 0's progress to listeners, if rank 0 responds within a second.
+        """Report rank 0's current progress to listeners, if rank 0 responds within a second.
 
         This is not part of the heartbeat, because reading metrics may wait for the device.
         """
@@ -242,7 +242,7 @@ class EpochCalls:
     ) -> Requests:
         """Return one request for each rank. If the driver shards the data, each request includes the rank's shard.
 
-        Each attempt creates new requests, because the workers may have changed.
+        Each attempt at a call creates new requests, because the workers may have changed since the last attempt.
 
         Args:
             name: "train" or "validation".

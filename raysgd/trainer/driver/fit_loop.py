@@ -132,7 +132,7 @@ class TrainedEpoch:
         number: The epoch's number in the run, starting at 1.
         trained: Result of the training call.
         row: The epoch's row in the run's history.
-        shown: The epoch's row in the trainer's history.
+        shown: The epoch's row in the trainer's history, which also covers calls outside this run.
         handle: Handle of the epoch's validation, if it runs concurrently with training.
         ended: Holds the function that adds the validation's result to the trainer's history. Empty until the validation
             ends.
@@ -216,7 +216,7 @@ class TrainerPort:
 
 
 class FitRun:
-    """One call of `fit` or `epochs`.
+    """Runs one call to `fit` or `epochs`.
 
     Args:
         trainer: The parts and functions of the trainer.
@@ -468,7 +468,7 @@ class FitRun:
                 logger.warning("could not take callbacks out of the workers: %r", error)
 
         with OnFailure(take_out):
-            if self._kept is None:  # otherwise the workers already have them
+            if self._kept is None:  # otherwise the previous process has already installed them
                 use(chosen)
             yield
         use(())
@@ -856,7 +856,7 @@ class FitRun:
                 )
 
     def _go_on_with_pending(self) -> None:
-        """If the checkpoint was saved before callbacks got its epoch's result, validate if due and call them now."""
+        """If the loaded checkpoint was saved before callbacks received its epoch's result, pass them the result now."""
         history, number = self.history, self._run.epoch
         if self._pending != number or not len(history):
             return

@@ -142,7 +142,10 @@ class DataSharing:
         return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
 
     def _shares(self, name: str, given: Any, data: CallData, worlds: Sequence[World]) -> tuple[str, Sequence[CallData]]:
-        """Return the shards' key, and the shards by rank. If the workers already have the shards, return none."""
+        """Return the shards' key, and the shards by rank.
+
+        If the workers already have the shards, the shards returned are empty.
+        """
         known = self._divisions.get(name)
         if known is not None and known.data is identity(given) and known.worlds is worlds:
             return known.key, ()

@@ -442,8 +442,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     ) -> Any:
         """Evaluate on the validation data, using every sample once.
 
-        The arguments and the result are the same as for `train`, except that the result has no `epoch`. With the
-        creator functions of `TFTrainer`, the result has `validation_<name>` for each metric of the model.
+        The arguments and the result are as in `train`, except that the result has no `epoch`. With the creator
+        functions of `TFTrainer`, the result has `validation_<name>` for each metric of the model.
 
         With `blocking=False`, one of the trainer's `spare_workers` validates the weights and the config that earlier
         calls produced, even if later calls change them. Training waits only until the state is copied. Without spares,
@@ -728,7 +728,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         revision = self._settings.callbacks_revision + 1
         with self._controller.turns.take_turn():
             self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
-            if self._controller.group is not None:  # otherwise workers get them when they start
+            if self._controller.group is not None:  # otherwise workers get the callbacks when they start
                 self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
 
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

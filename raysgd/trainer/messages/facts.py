@@ -20,7 +20,7 @@ class RunnerFacts:
         train_data: Properties of the train data that must be identical on all ranks; None if the data is not sharded.
         validation_data: The corresponding properties of the validation data.
         keeps_own_state: True if the operator has custom state, which validation or prediction may change.
-        epoch_obstacle: Reason why an interrupted epoch has to start over; None if it can continue.
+        epoch_obstacle: Reason why an epoch must start over after an interruption; None if it can continue.
         ray_batches: Registered Ray Data, which the driver shards among the workers. Rank 0 reports it for all ranks.
         has_validation: True if validation data is registered, or if the user overrides `validate`, which may not
             need data.

@@ -19,7 +19,7 @@ class JointWork:
         marks: Running hashes of the sequence of actions. The last hash covers all actions so far, and each earlier
             hash covers one action less.
         is_over: True if the call has ended.
-        number: Number of the call within its group.
+        number: Number of the training call, counted from when its worker group formed.
     """
 
     counts: Mapping[str, int]

@@ -108,14 +108,14 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def weight_sums(self) -> WeightSums | None:
-        """Return checksums of the weights that must be in sync on all ranks, or None if there are no such weights."""
+        """Return checksums of the weights that must be in sync on all ranks, or None if no weights need to be."""
 
     @abstractmethod
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
         """Return a context manager that restores the random state on exit, as if its block had drawn no numbers."""
 
     def inside_epoch(self) -> AbstractContextManager[None]:
-        """Return the context manager for a validation inside an epoch. It must not affect the rest of the epoch."""
+        """Return the context manager for a validation inside an epoch, which must not affect the rest of the epoch."""
         return self.giving_back_random_numbers()
 
     @abstractmethod

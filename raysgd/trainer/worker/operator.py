@@ -76,7 +76,7 @@ class Internals:
         config: This worker's config.
         context: The operator's rank and group size, its settings, and framework objects it needs, such as the device.
         latest_metrics: Metrics of the last batch.
-        logged: Metrics passed to `log` since the last batch reported its metrics.
+        logged: Metrics passed to `log` since the previous batch's metrics were collected.
         logged_outside: Metrics passed to `log` outside any batch.
         meters_to_fill: The meters, which accumulate the call's metrics, that the next `train_epoch` fills; None once it
             has taken them.

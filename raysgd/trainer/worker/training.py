@@ -57,7 +57,7 @@ class RunningCall:
 
 
 class ReplicaCalls:
-    """Runs the calls of a hosted operator, continues interrupted or held calls, and reports their progress.
+    """Runs calls on the hosted operator, continues calls that were interrupted or paused, and reports progress.
 
     Args:
         snapshot_every_n_steps: Copy the state after every this many steps of a training call; None for no copies.
@@ -82,7 +82,7 @@ class ReplicaCalls:
         self._timers = TimerCollection()  # the operator's timers, enabled in calls with `profile`
 
     def _forget_call(self) -> None:
-        """Discard the last training call, because the state was replaced."""
+        """Discard the record of the last training call, because the state was replaced."""
         self._running = self._run = None
         self._copies.forget_call()
 
@@ -114,7 +114,7 @@ class ReplicaCalls:
         return self._go_through(run, stream, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue an interrupted or held call, from the step after the last completed step."""
+        """Continue a call that was interrupted or paused, from the step after the last completed step."""
         run, loop = epoch_run.run_of(self._run, request.call), self._hosted.loop
         if run is None:  # this rank had not begun the call when it was interrupted
             return self.train_epoch(request, share)
@@ -153,7 +153,7 @@ class ReplicaCalls:
         return self.resume_epoch(request, share)
 
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue an interrupted or held `resume_left` call."""
+        """Continue a `resume_left` call that was interrupted or paused."""
         has_begun = epoch_run.run_of(self._run, request.call) is not None
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
@@ -381,7 +381,7 @@ class ReplicaCalls:
             run.detach()
 
     def _handed_over(self) -> tuple[Mapping[str, Any], RunState | None]:
-        """Return the state and the call's progress, to transfer to other ranks."""
+        """Return the state and the call's progress, which will be sent to other ranks."""
         return self._hosted.state.read(), None if self._run is None else self._run.state(with_metrics=False)
 
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
@@ -409,7 +409,7 @@ class ReplicaCalls:
         return EpochRun(epoch_idx, num_steps, meters, RankRows(self._name), call=call)
 
     def _settle_run(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
-        """Account for the ranks that are missing in the new group in which the call continues.
+        """Keep the metrics of ranks that are missing from the new group in which the call continues.
 
         Args:
             present: Names of the ranks in the new group. All other ranks are lost. None if the names are unknown.

@@ -149,7 +149,7 @@ class InstalledCallbacks:
         return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
 
     def state_of(self, key: str) -> Any:
-        """Return the state for one `state_key`, or None if there is no such state."""
+        """Return the state stored under a `state_key`, or None if no state has this key."""
         found = next((each for each in self._callbacks if key_of(each) == key), None)
         return self._unclaimed.get(key) if found is None else call_event(found, "state_dict")
 

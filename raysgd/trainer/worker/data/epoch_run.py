@@ -40,7 +40,10 @@ def run_of(kept: RunT | None, call: int) -> RunT | None:
 
 
 class HeldAtBoundary(BaseException):
-    """Stops an epoch between two steps so that it can continue later. `except Exception` does not catch it."""
+    """Raised to stop an epoch between two steps, so that it can continue later.
+
+    `except Exception` does not catch it.
+    """
 
 
 class Gate:
@@ -149,7 +152,7 @@ class EpochRun:
         meters: Meters, which accumulate the call's metrics. They include a step once it is done.
         rows: The metrics that ranks sent to each other in each step of this call.
         num_steps_before: Number of steps completed before the current stream was attached.
-        answer: The answer of the call; None until this rank has finished it.
+        answer: This rank's answer to the call; None until the rank has finished the call.
         is_finished: True if the call is complete, possibly because another rank reported so.
         is_exhausted: True if all steps were done at the last `detach`.
         place: Position in data passed to this call, as of the last `detach`.
@@ -268,7 +271,7 @@ class EpochRun:
 
     @property
     def _told(self) -> dict[str, MetricSummary]:
-        """Metrics of all ranks as of the last completed step, by rank name."""
+        """All ranks' metrics as of the last completed step, by rank name."""
         rows = self.rows.as_of(self.num_completed).items()
         return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
 

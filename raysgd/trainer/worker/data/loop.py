@@ -109,7 +109,7 @@ class Loop:
 
     @property
     def order_obstacle(self) -> str | None:
-        """Reason why this process cannot repeat the rest of the pass in the same order; None if it can."""
+        """Reason why this process cannot repeat the rest of the pass in the same sample order; None if it can."""
         return None
 
     def ledger(self) -> DataLedger | None:

@@ -1,4 +1,4 @@
-"""Copies of a worker's state, stored until the driver has fetched them, and mid-call snapshots."""
+"""Copies of a worker's state, including snapshots inside a call, stored until the driver has fetched them."""
 
 from __future__ import annotations
 
