@@ -190,7 +190,8 @@ class StepMetrics(WorkerCallback):
 
     def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
         last = step - 1 if self._last < 0 else self._last
-        if step <= last or not isinstance(metrics, Mapping):  # a step that is repeated after a failure counts once
+        # Count a step once, even if it is repeated after a failure.
+        if step <= last or not isinstance(metrics, Mapping):
             return
         values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
         num_samples = values.pop(NUM_SAMPLES, 1)

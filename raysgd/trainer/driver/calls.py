@@ -58,7 +58,7 @@ def asked(
 
 
 class EpochLeft(Exception):
-    """Raised when a training call has stopped early, on request.
+    """Raised when a training call has stopped early, because the run must pause or end.
 
     Attributes:
         states: Each rank's progress, as a `RunState`. Empty if the call could not stop at a step.
@@ -81,7 +81,7 @@ _INSIDE_A_CALL = (
 
 
 class ProgressListeners:
-    """Polls rank 0 for its progress while a call runs, if there are listeners.
+    """Polls rank 0 for its progress while a call runs, and reports it to listeners. Without listeners, does nothing.
 
     Attributes:
         listeners: Functions that are called about ten times a second, and once after the call has returned.
@@ -93,7 +93,7 @@ class ProgressListeners:
 
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
-        """Add listeners for the duration of the block."""
+        """Add these listeners for the duration of the block."""
         self.listeners += listeners
         try:
             yield
@@ -130,7 +130,7 @@ class ProgressListeners:
             self.tell(progress)
 
     def tell(self, progress: CallProgress) -> None:
-        """Call all listeners. A listener that calls the trainer gets an error."""
+        """Call all listeners. If a listener calls the trainer, the trainer raises an error."""
         with self._controller.turns.closed(_INSIDE_A_CALL):
             for listener in tuple(self.listeners):
                 listener(progress)
@@ -177,7 +177,7 @@ class StepListener:
         asked = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
         try:
             told: list[Mapping[int, MetricSummary]] = [each.result(1.0) for each in asked]
-        except Exception as error:  # the next poll asks again, unless the worker is lost
+        except Exception as error:  # the next poll requests these metrics again, unless the worker is lost
             logger.debug("no news of the steps: %s", error)
             told = [{}]
         self._asked_at = time.monotonic()
@@ -290,7 +290,7 @@ class EpochCalls:
             EpochLeft: The call stopped because of `leaves`.
         """
         runner, comparisons, controller = self._runner_cls, self._comparisons, self.controller
-        number = cache(lambda: controller.num_calls)  # fixed at the first attempt
+        number = cache(lambda: controller.num_calls)  # all attempts use the number from the first attempt
         attempts = count(1)
 
         def requests(worlds: Sequence[World]) -> Requests:
@@ -381,7 +381,7 @@ class EpochCalls:
     def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
         """Run a validation call.
 
-        If any rank raises an error, the next validation starts from the first batch everywhere.
+        If any rank raises an error, all ranks start the next validation from the first batch.
 
         Args:
             asked: The request that is common to all replicas.

@@ -219,7 +219,7 @@ class FitRun:
     """Runs one call to `fit` or `epochs`.
 
     Args:
-        trainer: The parts and functions of the trainer.
+        trainer: The attributes and methods of the trainer that this run uses.
         options: The arguments of the call.
 
     Attributes:
@@ -645,7 +645,7 @@ class FitRun:
     def _owes_validation(self, begun: BegunEpoch) -> bool:
         """Return True if a validation is due at the step where the epoch paused.
 
-        The end of an epoch has its own validation.
+        Return False if the epoch is over and `validation_freq` requires a validation anyway.
         """
         is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
         return is_due and not (begun.is_exhausted and self._is_due(self._run.epoch))
@@ -733,7 +733,7 @@ class FitRun:
             self._calls.tell("on_event", event)
 
     def _tell_of_result(self, epoch: TrainedEpoch) -> None:
-        """Call `on_result` with an epoch's result. During the call, `run.epoch` is the number of that epoch."""
+        """Call `on_result` with an epoch's result. During the call, set `run.epoch` to the number of that epoch."""
         run, now = self._run, self._run.epoch
         epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
         try:
@@ -776,7 +776,7 @@ class FitRun:
         """Save in the background. Write the sidecar first, so that a complete checkpoint always has a sidecar."""
         self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
         write = self._trainer.save_behind(location)
-        # The step at which the state being written was taken.
+        # The step at which the state to write was taken.
         step = None if self._journal is None else self._journal.last_step
         self._saved.append(location)
 
@@ -811,7 +811,7 @@ class FitRun:
     def _open_steps(self) -> list[Any] | None:
         """Return step metrics not yet passed to loggers, as plain data: the step, and each rank's measurements.
 
-        None if unknown.
+        Return None if the metrics are unknown.
         """
         found = () if self._steps is None or self._is_lost else self._steps.open()
         return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
@@ -856,7 +856,10 @@ class FitRun:
                 )
 
     def _go_on_with_pending(self) -> None:
-        """If the loaded checkpoint was saved before callbacks received its epoch's result, pass them the result now."""
+        """If callbacks have not received the result of the loaded checkpoint's last epoch, pass it now.
+
+        If that epoch's validation is due, run it first.
+        """
         history, number = self.history, self._run.epoch
         if self._pending != number or not len(history):
             return

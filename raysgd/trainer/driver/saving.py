@@ -205,5 +205,5 @@ class KeptTrainer:
 
 
 def _told_since(accounts: Accounts, before: Mapping[int, float]) -> float:
-    """Return the seconds in training calls since `before`: the maximum over the ranks."""
+    """Return how many seconds ranks spent in training calls since the totals `before`: the maximum over ranks."""
     return max((seconds - before.get(rank, 0.0) for rank, seconds in accounts.in_calls().items()), default=0.0)

@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 class ClassTrainer(ABC, Generic[AnyOperatorT]):
     """The driver's handle to an operator's replicas, one per worker.
 
-    A replica's `operator` attribute is its operator.
+    Each replica holds the operator's instance in its attribute `operator`.
     """
 
     training_operator_cls: type[AnyOperatorT]
@@ -206,7 +206,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             self._controller.group.standby.kill_all()
 
     def _make_controller(self) -> ElasticController:
-        """Return a controller for the trainer's arguments."""
+        """Return the controller that manages the workers for the trainer's arguments."""
         self._replicas.settings = self._settings_to_send(self._settings)
         return make_controller(
             self._group_settings,
@@ -252,7 +252,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
         """Return an object that records this trainer's changes.
 
-        With them, a detached trainer continues in a new process.
+        A detached trainer continues in a new process from these records.
         """
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)

@@ -78,7 +78,10 @@ class Gate:
             return False
 
     def settle(self, is_agreed: bool) -> None:
-        """Accept or withdraw the proposal. If `is_agreed`, all ranks stop at the proposed step; otherwise none do."""
+        """Accept or withdraw the proposal.
+
+        If `is_agreed`, all ranks stop at the proposed step; otherwise no rank stops there.
+        """
         with self._changed:
             if is_agreed:
                 self._is_agreed = True
@@ -112,8 +115,8 @@ class RunState:
 
     Attributes:
         num_steps: Number of completed steps of the call.
-        epoch_idx: Index of the pass in which the call started.
-        num_requested: Number of steps that the call takes; None for the rest of the pass.
+        epoch_idx: Index of the pass over the data in which the call started. num_requested: Number of steps that the
+        call takes; None for the rest of the pass.
         is_exhausted: True if all steps are done. User code after the last step may still have to run.
         is_finished: True if the call is complete, including user code after the last step.
         name: Name of the rank that created this record.
@@ -158,7 +161,7 @@ class EpochRun:
         place: Position in data passed to this call, as of the last `detach`.
         gate: Agrees with the other ranks to stop between two steps.
         ledger_before: Record of which samples were used before the call; None if this rank joined during the call.
-        call: Number of the call. It distinguishes this call's requests from requests of other calls.
+        call: Number of the training call. It distinguishes this call's requests from other calls' requests.
     """
 
     epoch_idx: int

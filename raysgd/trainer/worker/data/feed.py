@@ -73,12 +73,12 @@ class DataFeed(ABC):
 
     @abstractmethod
     def obstacle(self, name: str) -> str | None:
-        """Return why the position in the "train" or "validation" data is unknown; None if it is known."""
+        """Return the reason why the position in the "train" or "validation" data is unknown; None if it is known."""
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Return why a call that was passed its own data cannot continue inside a pass.
+        """Return the reason why a call that was passed its own data cannot continue inside a pass.
 
-        Return None if it can continue, or if it uses registered data.
+        Return None if the call can continue, or if it uses registered data.
         """
         return None
 
@@ -93,7 +93,7 @@ class DataFeed(ABC):
     def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
         """Store this worker's shard of data that the driver shards, in place of an earlier shard.
 
-        None keeps the earlier shard.
+        If the shard is None, keep the earlier shard.
         """
         if share is None:
             return
@@ -205,7 +205,7 @@ class DataFeed(ABC):
     def place_of_call(self, stream: Any) -> DataPosition | None:
         """Return the position at which a call stopped in data passed to it.
 
-        None at the end of a pass, or if unknown.
+        Return None at the end of a pass, or if the position is unknown.
         """
         if stream is self.train_stream or not has_divided_source(stream):
             return None
@@ -215,7 +215,7 @@ class DataFeed(ABC):
         return DataPosition(stream.pass_index, consumed, stream.source.state(consumed, True))
 
     def begin_pass(self) -> int:
-        """Count a new pass over the train data and return its index."""
+        """Count a new pass over the train data and return the pass's index."""
         self.epoch += 1
         return self.epoch - 1
 

@@ -44,7 +44,7 @@ class Loop:
     def can_return(self) -> bool:
         """True if the state after the last completed step can be restored when user code raises.
 
-        All ranks agree on it.
+        The value is the same on all ranks.
         """
         return self.is_whole
 

@@ -113,7 +113,7 @@ class StateCopies:
         self.newest = num_steps
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of the snapshot after `number` steps. Return None if it was discarded.
+        """Return this rank's part of the snapshot after `number` steps, or None if the part was discarded.
 
         If the part has a separate copy of shared state, retain that copy until the driver fetches it.
         """
