@@ -115,8 +115,8 @@ class RunState:
 
     Attributes:
         num_steps: Number of completed steps of the call.
-        epoch_idx: Index of the pass over the data in which the call started. num_requested: Number of steps that the
-        call takes; None for the rest of the pass.
+        epoch_idx: Index of the pass over the data in which the call started.
+        num_requested: Number of steps that the call takes; None for the rest of the pass.
         is_exhausted: True if all steps are done. User code after the last step may still have to run.
         is_finished: True if the call is complete, including user code after the last step.
         name: Name of the rank that created this record.
