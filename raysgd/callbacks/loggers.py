@@ -18,7 +18,9 @@ _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 
 
 class MetricsLogger(Callback):
-    """Base class of all loggers: opens a sink when the run begins, writes each result to it, and closes it at the end.
+    """Base class of all loggers: writes each result to a sink, which is a file or a service.
+
+    The sink is opened when the run begins and closed when it ends.
 
     Args:
         sink: Sink that receives the results.

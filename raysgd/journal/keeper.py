@@ -73,7 +73,7 @@ class StepBook:
         """Add a report.
 
         Args:
-            name: Name of the recorder that made the report.
+            name: Name of the recorder, the object in one worker that made the report.
             report: The start of a leg (a part of an epoch that one worker group runs), or a worker's part of a step.
 
         Returns:

@@ -121,7 +121,8 @@ def _own_result(answer: EpochAnswer) -> Any:
 def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments to call a user's override with: the iterator, and the arguments in `named` that it accepts.
 
-    In the signature of the old library, `info` is the second positional argument, under any name.
+    Overrides written for the old library (`ray.util.sgd`) take `info` as the second positional argument, under any
+    name.
     """
     parameters = _parameters(method)[1:]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -149,7 +150,7 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
     """Wrap a user's override in a function that takes a batch and its info.
 
     Besides the batch, the override may take `batch_info`, even as a keyword-only argument; `batch_idx`, as in the guide
-    of the old library; both; or neither. A second argument with any other name receives the info.
+    of the old library (`ray.util.sgd`); both; or neither. A second argument with any other name receives the info.
     """
     parameters = _parameters(method)
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:

@@ -1,4 +1,4 @@
-"""Two sums for each weight of a replica, to detect replicas that have drifted apart. No I/O.
+"""Two sums for each weight of a replica, to detect replicas that are no longer in sync. No I/O.
 
 They are the sum and the sum of squares of the weight's elements. Ranks in sync may still round differently, on
 different processors or with different numbers of threads. The tolerance allows for that. With `deterministic=True`, the

@@ -180,7 +180,10 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def edited_by(self, candidate: Any) -> Any:
-        """Return the hyperparameters for which the `setup` of `candidate` chose new values; empty if none changed."""
+        """Return the hyperparameters to which `candidate`, an operator of an edited class, gave new values.
+
+        Empty if no value changed.
+        """
 
     @abstractmethod
     def take_edited(self, edited: Any) -> None:

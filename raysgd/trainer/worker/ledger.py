@@ -73,7 +73,7 @@ class Ledger:
     def _begin(self) -> None:
         self._of = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._seconds = dict.fromkeys((*BINS, BROKEN, LEFT), 0.0)
-        self._complete = self._seconds.copy()  # as of the last completed step
+        self._complete = self._seconds.copy()  # the seconds by bin, as of the last completed step
         self._bin, self._since = START_UP, self._clock()
         self._saved_s = 0.0
         self._at_call: dict[str, float] = {}
@@ -172,7 +172,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ groups
 
     def stand_by(self) -> None:
-        """Mark the replica as standby. Its time starts when it joins a group."""
+        """Mark the replica as standby. Its time is counted only from when it joins a group."""
         self._is_successor = self._waits_for_place = True
 
     def leave_group(self) -> None:

@@ -168,7 +168,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return self._copies.fetch(token)
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of the mid-call snapshot after `number` steps; None if it was discarded."""
+        """Return this rank's part of the snapshot taken in a call after `number` steps; None if it was discarded."""
         return self._copies.part_of_snapshot(number)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
@@ -192,7 +192,7 @@ class ClassRunner(ReplicaCalls, ABC):
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
             self._leave_group()
-            self.drop_reload()  # the prepared operator was built for the old group
+            self.drop_reload()  # the operator from `prepare_reload` was built for the old group
             if handover.make_replica is not None:  # this standby worker was built with older settings
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world

@@ -330,7 +330,7 @@ class ReplicaCalls:
     # ------------------------------------------------------------------------------------ a call in a new group
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return the progress of the interrupted or held training call, otherwise of the last completed call."""
+        """Return the progress of the interrupted or paused training call, or else of the last completed call."""
         self._ledger.leave_group()
         hosted, loop, run = self._hosted, self._hosted.loop, self._run
         obstacle = hosted.group_obstacle

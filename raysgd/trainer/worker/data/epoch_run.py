@@ -152,7 +152,7 @@ class EpochRun:
     Attributes:
         epoch_idx: Index of the pass in which the call started.
         num_steps: Number of steps to take; None for the rest of the pass.
-        meters: Meters, which accumulate the call's metrics. They include a step once it is done.
+        meters: Meters, which accumulate the call's metrics. A step's metrics are included once the step is done.
         rows: The metrics that ranks sent to each other in each step of this call.
         num_steps_before: Number of steps completed before the current stream was attached.
         answer: This rank's answer to the call; None until the rank has finished the call.
