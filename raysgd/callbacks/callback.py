@@ -57,15 +57,16 @@ class Callback:
         """Called before each epoch of a class-based trainer."""
 
     def on_progress(self, run: Run, progress: CallProgress) -> None:
-        """Called about ten times a second while an epoch runs. Workers are polled only if a callback overrides this.
+        """Called about ten times a second during an epoch. The trainer polls workers only if a callback overrides this.
 
-        The trainer cannot run another call at that time: `run.trainer.validate` and `run.save` raise a `ValueError`.
+        The trainer is busy training, so it cannot validate or save here: `run.trainer.validate` and `run.save` raise a
+        `ValueError`.
         """
 
     def on_step_metrics(self, run: Run, step: int, metrics: dict[str, float]) -> None:
         """Called during an epoch of a `TorchTrainer`, shortly after every `log_every_n_steps` steps (see `fit`).
 
-        The workers are already running later steps, so the trainer cannot run another call, as in `on_progress`.
+        The workers are already running later steps, so `run.trainer.validate` and `run.save` raise a `ValueError` here.
 
         Args:
             run: The run.
@@ -84,10 +85,11 @@ class Callback:
 
         Args:
             run: The run.
-            result: The metrics. Entries that you add are stored in the history and visible to later callbacks.
+            result: The metrics. Entries that you add to this dict are stored in the history and visible to later
+                callbacks.
 
-        With `fit(validate="async")`, it is called after the validation, at the end of the next epoch. `run.epoch` is
-        then the epoch of the result, but the weights are those of the next epoch.
+        With `fit(validate="async")`, this method is called at the end of the next epoch, once the validation has
+        finished. `run.epoch` is then the validated epoch, but the workers already hold the next epoch's weights.
         """
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
@@ -106,20 +108,20 @@ class Callback:
         """Called after a checkpoint has been saved, with its path or URI."""
 
     def on_leave(self, run: Run) -> None:
-        """Called when a run stops inside an epoch, or early because of a signal or `max_time`.
+        """Called when a run stops inside an epoch, or stops early because of a signal or `max_time`.
 
         At this point, `run.epoch` epochs and `run.step` batches of the next epoch have been trained. `run.save` saves
         exactly that state.
         """
 
     def on_event(self, run: Run, event: GroupEvent) -> None:
-        """Called once for each loss, addition or replacement of workers, after the epoch in which it happened."""
+        """Called once each time workers were lost, added or replaced, after the epoch in which this happened."""
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Called once when the run ends, whether it succeeds or fails, even if another callback fails.
 
-        It is not called if an earlier callback failed in `on_run_begin`, because this callback's own `on_run_begin`
-        was then not called either.
+        If an earlier callback fails in `on_run_begin`, the later callbacks receive neither `on_run_begin` nor
+        `on_run_end`.
 
         Args:
             run: The run.
@@ -127,9 +129,9 @@ class Callback:
         """
 
     def left_behind(self, run: Run) -> str | None:
-        """Return a line about the file that this callback has written, such as "report: /tmp/run/report.html", or None.
+        """Return a line that names the file this callback has written, such as "report: /tmp/run/report.html", or None.
 
-        The progress bar prints it at the end of the run.
+        The progress bar prints this line at the end of the run.
         """
         return None
 
@@ -138,10 +140,10 @@ class Callback:
         return None
 
     def state_dict(self) -> Any:
-        """Return the state that this callback needs to continue in another run, as JSON-serializable data.
+        """Return JSON-serializable state from which this callback can continue when a run resumes.
 
-        A trainer's `fit` and `epochs`, and the `fit()` trainers, save it beside each checkpoint and load it when they
-        resume. `Trainer.run` does not.
+        `fit` and `epochs` of the class-based trainers, and `fit()` of the function trainers, save this state beside
+        each checkpoint and load it when they resume. `Trainer.run` does not.
         """
         return None
 
@@ -182,12 +184,12 @@ def refuse_one_place(callback: Any, argument: str, run: Run) -> None:
 
 
 def uses_folder_of_run(callback: Callback) -> bool:
-    """Return True if a built-in callback writes to the run's folder because the user passed no path."""
+    """Return True if this is a built-in callback that writes to the run's folder because the user passed no path."""
     return vars(callback).get("_given", callback) is None
 
 
 class SaveBehind:
-    """A checkpoint that is written in the background while training continues.
+    """A pending checkpoint, written in the background while training continues.
 
     Args:
         write: The background write, or None if the file is already complete.
@@ -203,7 +205,7 @@ class SaveBehind:
         return self._write is None or self._write.is_done
 
     def finish(self) -> None:
-        """Wait until the file is complete, then call `note`.
+        """Wait until the background write has completed the file, then call `note`.
 
         Raises:
             BaseException: The file could not be written.
@@ -214,7 +216,7 @@ class SaveBehind:
 
 
 class Run:
-    """A run of a trainer or a training function, as callbacks see it.
+    """The run that callbacks observe and control: one call to `fit`, or one run of a training function.
 
     Attributes:
         trainer: The class-based trainer, or None in the run of a training function.
@@ -222,14 +224,15 @@ class Run:
         config: The config of the trainer or the training function.
         epoch: The current or last epoch, starting at 1; 0 before the first epoch. For a training function, the number
             of its last report.
-        step: Number of batches that each worker has trained on in the epoch after `epoch`, if the run pauses, stops or
-            resumes inside an epoch; otherwise 0.
-        epochs: The last epoch of the run, unless it stops early. None for a training function, or if only `max_steps`
-            limits the run.
-        history: The results so far. A resumed run also has the results up to its checkpoint.
+        step: If the run pauses, stops or resumes inside an epoch, the number of batches of the unfinished epoch (the
+            one after `epoch`) that each worker has trained on; otherwise 0.
+        epochs: Number of the run's last epoch, unless the run stops early. None for a training function, or if only
+            `max_steps` limits the run.
+        history: The results so far. In a resumed run, this includes the results up to its checkpoint.
         callbacks: The callbacks of the run, in the order in which they are called.
         started_at: Start of the run, in seconds since the Unix epoch.
-        validates_beside: True if validation runs concurrently with training, so that results arrive later.
+        validates_beside: True if validation runs concurrently with training, so that each epoch's results arrive one
+            epoch later.
     """
 
     def __init__(
@@ -265,7 +268,7 @@ class Run:
 
     @cached_property
     def folder(self) -> Path:
-        """Folder for files that callbacks write. It is created on first access."""
+        """The run's folder, in which callbacks write their files. It is created on first access."""
         if self._folder is None:
             moment = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(self.started_at))
             return make_new(open_folder(RESULTS_FOLDER), f"{self.name}_{moment}").local_path

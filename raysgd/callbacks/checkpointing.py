@@ -40,12 +40,12 @@ class Checkpointing(Callback):
 
     A run does not begin if the folder is not writable. If a save fails later, because the disk is full or the storage
     is unreachable, the callback logs a warning, training continues, and the next epoch is saved instead. After
-    `max_failures` consecutive failures, the run ends with an error. The trainer's state is not lost.
+    `max_failures` consecutive failures, the run ends with an error, but the trainer keeps its state.
 
     Args:
         folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the run's folder. To resume from
             the default, pass the same `folder` to `fit`.
-        every_n_epochs: Save after every this many epochs. The last epoch of a run is always saved.
+        every_n_epochs: Number of epochs between saves. The last epoch of a run is always saved.
         every_n_steps: Also save inside epochs, whenever a worker has trained on this many more batches, counted over
             all epochs. For example, `epoch_0002_step_000120.ckpt` holds the state after two epochs and 120 batches of
             the third. For `TorchTrainer`.
@@ -56,10 +56,12 @@ class Checkpointing(Callback):
         keep_last: How many of the newest files to keep; None for all.
         keep_best: How many of the best files to keep in addition. Default: 1 with a `metric`, otherwise 0.
         metric: Metric that ranks the files, such as "val_loss". An epoch without the metric is never the best. A file
-            from inside an epoch has a value if a validation ran at its step (`validate_every_n_steps` of `fit`).
+            saved inside an epoch has a value only if a validation ran at the same step (`validate_every_n_steps` of
+            `fit`).
         mode: "min" if low values of the metric are best, "max" if high values are. "auto" infers it from the name:
             "max" for an accuracy, "min" for a loss. For other names it uses "min" and logs a warning.
-        max_failures: How many consecutive failed saves end the run: 1 for the first failure, None for never.
+        max_failures: Number of consecutive failed saves after which the run ends. 1 ends it at the first failure; None
+            never ends it.
         restore_best_at_end: Whether to load the best file into the trainer when the run ends without an error.
 
     Raises:
@@ -133,13 +135,13 @@ class Checkpointing(Callback):
 
     @property
     def best(self) -> str | None:
-        """Path or URI of the best checkpoint, or None if no checkpoint has a score."""
+        """Path or URI of the best checkpoint, or None if no checkpoint has a value for the metric."""
         found = self._best()
         return self._location(found.content) if found is not None else None
 
     @property
     def best_score(self) -> float | None:
-        """The best checkpoint's value of the metric, or None if no checkpoint has a score."""
+        """The metric's value for the best checkpoint, or None if no checkpoint has a value for the metric."""
         found = self._best()
         return found.score if found is not None else None
 
@@ -196,12 +198,15 @@ class Checkpointing(Callback):
             self._save_if_due(run, None)
 
     def on_validation(self, run: Run, step: int, metrics: dict[str, Any]) -> None:
-        """Record the metric's value for a file that is saved at this step."""
+        """Record the metric's value, in case a file is saved at the step of this validation."""
         if self._metric is not None:
             self._rated = (run.epoch, run.step), self._metric.value_inside(run, metrics)
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        """Save if this epoch is due or the last save failed. With concurrent validation, only add the file's score."""
+        """Save if this epoch is due or the last save failed.
+
+        With concurrent validation, the epoch is already saved, so only record its metric.
+        """
         score = self._metric.value_in(result) if self._metric is not None else None
         if run.validates_beside:
             self._rate(run, score)
@@ -214,7 +219,7 @@ class Checkpointing(Callback):
             self._save(run, self._unsaved, blocking=self.blocking)
 
     def _rate(self, run: Run, score: float | None) -> None:
-        """Record the score of an epoch's file, and delete files that no longer need to be kept."""
+        """Record the metric's value for an epoch's file, and delete files that no longer need to be kept."""
         self._settle(run)
         before, epoch = self._saved, (run.epoch, 0)
         rated = [replace(each, score=score) if each.number == epoch else each for each in before]
@@ -296,7 +301,7 @@ class Checkpointing(Callback):
             self._delete(each)
 
     def _settle(self, run: Run, *, waits: bool = True) -> None:
-        """Complete the background save, if one is pending: delete the files that it replaces, or handle its failure.
+        """If a background save is pending, complete it: delete the files that it replaces, or handle its failure.
 
         If `waits` is False and the file is still being written, do nothing.
         """
@@ -352,14 +357,14 @@ class Checkpointing(Callback):
     # ------------------------------------------------------------------------------------------- the files to keep
 
     def _divide(self, run: Run, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
-        """Return the files to keep and the files to delete. Files that are still being validated are kept."""
+        """Split saved files into those to keep and those to delete. Keep files whose validation has not finished."""
         told = (run._last_told or 0) if run.validates_beside and self.keep_best else math.inf
         waiting = [each.number for each in saved if each.score is None and _epoch_ended_by(each) > told]
         return self._rule.divide(saved, waiting)
 
     @property
     def _complete(self) -> list[Saved]:
-        """The saved files, except a file that is still being written."""
+        """All saved files except the file that a background save is still writing."""
         coming = None if self._in_flight is None else self._in_flight[0].number
         return [each for each in self._saved if each.number != coming]
 
@@ -408,7 +413,10 @@ class Checkpointing(Callback):
             return []
 
     def _look_around(self) -> None:
-        """Drop deleted checkpoints from the list. Warn about checkpoints of another run, and keep them in the index."""
+        """Drop deleted checkpoints from the list.
+
+        Warn about another run's checkpoints in the folder, and keep them in the index.
+        """
         assert self._folder is not None
         present = set(self._folder.names())
         self._saved = [each for each in self._saved if each.content in present]
@@ -444,7 +452,7 @@ def _epoch_ended_by(saved: Saved) -> int:
 
 
 def _end_in_words(run: Run, error: BaseException | None) -> str:
-    """Describe how a run ended, for `raysgd status`: one word, and the reason if there is one."""
+    """Describe how a run ended, for `raysgd status`: one word, followed by the reason if one is known."""
     if error is None:
         reason = run.history.stop_reason
         return "finished" if reason is None else f"stopped: {reason}"

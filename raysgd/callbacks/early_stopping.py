@@ -43,7 +43,7 @@ class WatchedMetric:
         self._owner = owner
 
     def check_run(self, run: Run) -> None:
-        """Reject a run without validation if only validation could measure the metric.
+        """Reject a run that never validates if the metric is a validation metric.
 
         Raises:
             ValueError: The metric is a validation metric, and the run never validates.
@@ -70,7 +70,7 @@ class WatchedMetric:
         return float(value)
 
     def value_inside(self, run: Run, metrics: Mapping[str, Any]) -> float | None:
-        """Return the metric's value in a validation inside an epoch, or None if only results of epochs have the metric.
+        """Return the metric's value in a validation inside an epoch, or None if only epoch results have the metric.
 
         Raises:
             ValueError: The validation has no such metric, or its value is not a number.
@@ -98,7 +98,7 @@ class WatchedMetric:
 
 
 def _may_add(callback: Callback) -> bool:
-    """Return True if this is a user's callback that may add metrics to results, for example by validating itself."""
+    """Return True if this is a user's callback, which may add metrics to results, for example from a validation."""
     return overrides(callback, "on_result") and not type(callback).__module__.startswith("raysgd.")
 
 
@@ -124,10 +124,11 @@ def _chosen_mode(owner: str, metric: str, mode: Any) -> str:
 
 
 class EarlyStopping(Callback):
-    """Ends a run when a metric has stopped improving. The driver makes the decision for all workers.
+    """Ends a run when a metric has stopped improving. The driver decides, so all workers stop together.
 
-    Only epochs that have the metric count. With `validation_freq=2`, for example, a validation metric is checked every
-    second epoch. With `validate_every_n_steps`, it is checked after each validation, and the run ends at that step.
+    Only epochs that report the metric count. With `validation_freq=2`, for example, a validation metric is checked
+    every second epoch. With `validate_every_n_steps`, a validation metric is checked after each validation, and the run
+    can end at that step.
 
     Args:
         metric: Name of the metric in the results, such as "val_loss".
@@ -182,7 +183,10 @@ class EarlyStopping(Callback):
         self._metric.check_run(run)
 
     def on_run_begin(self, run: Run) -> None:
-        """Reset the counts, or stop immediately if counts loaded from a checkpoint already meet a criterion."""
+        """Reset the counts.
+
+        If the run resumed from a checkpoint whose counts already meet a criterion, stop immediately.
+        """
         if not self._is_loaded:
             self._begin()
         elif self._last is not None:
@@ -238,7 +242,7 @@ class EarlyStopping(Callback):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best and the last value, and the counts."""
+        """Return the metric's best and last values, and the number of results without improvement."""
         return {
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -247,7 +251,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the values and counts of an earlier run."""
+        """Load the best and last values and the counts from an earlier run."""
         self.best, self.best_epoch = state["best"], int(state["best_epoch"])
         self.num_without_improvement, self._last = int(state["num_without_improvement"]), state.get("last")
         self._is_loaded = True

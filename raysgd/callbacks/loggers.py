@@ -18,7 +18,9 @@ _MODES_OF_WANDB = (None, "online", "offline", "disabled", "shared")
 
 
 class MetricsLogger(Callback):
-    """Base class of all loggers: opens a sink when the run begins, writes each result to it, and closes it at the end.
+    """Base class of all loggers: writes each result to a sink, which is a file or a service.
+
+    The sink is opened when the run begins and closed when it ends.
 
     Args:
         sink: Sink that receives the results.
@@ -29,7 +31,7 @@ class MetricsLogger(Callback):
         self._sink = SafeSink(sink, type(self).__name__, hidden)
 
     def on_run_begin(self, run: Run) -> None:
-        """Open the sink at the epoch where the run begins."""
+        """Open the sink. A resumed run continues at the epoch after its checkpoint."""
         with self._sink.warns():
             self._sink.open(run, first_step=run.epoch if run._last_told is None else run._last_told)
 
@@ -51,7 +53,7 @@ class MetricsLogger(Callback):
 
 
 class _FileLogger(MetricsLogger):
-    """Writes a file for epochs and a file for steps.
+    """Base class of loggers that write two files: one for epoch results and one for step metrics.
 
     A resumed run retains the rows up to its checkpoint. Any other run overwrites the files.
     """
@@ -149,7 +151,7 @@ class TensorBoardLogger(MetricsLogger):
 
 
 class _ServiceLogger(MetricsLogger):
-    """Logs to a run of a tracking service. A training run that resumes continues the same run of the service."""
+    """Base class of loggers for tracking services. A resumed training run continues the same service run."""
 
     def __init__(self, service: ServiceRun) -> None:
         self._service = service
@@ -157,15 +159,15 @@ class _ServiceLogger(MetricsLogger):
 
     @property
     def run_id(self) -> str | None:
-        """ID of the service's run, or None before it has begun."""
+        """ID of the run in the tracking service, or None before that run has begun."""
         return self._service.run_id
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ID of the service's run."""
+        """Return the ID of the run in the tracking service, so that a resumed training run can continue it."""
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the service's run with the saved ID."""
+        """Continue the tracking service's run that has the saved ID."""
         self._service.run_id = state["run_id"]
 
 
@@ -231,7 +233,8 @@ class WandbLogger(_ServiceLogger):
         options |= {key: value for key, value in given.items() if value is not None}
         super().__init__(WandbRun(name, "`WandbLogger`", **options))
 
-    on_step_metrics = Callback.on_step_metrics  # off: a wandb run has a single step counter, used for epochs
+    # Don't log step metrics: a wandb run has a single step counter, and it counts epochs.
+    on_step_metrics = Callback.on_step_metrics
     on_validation = Callback.on_validation
 
 

@@ -48,11 +48,11 @@ def _rates_of(operator: Any, index: int, optimizer: Any) -> Iterator[tuple[str, 
 
 
 class ThroughputMonitor(Callback):
-    """Adds `samples_per_s` of all workers and `batches_per_s` of one worker to the results of each epoch.
+    """Adds throughput to each epoch's results: `samples_per_s` over all workers, `batches_per_s` of one worker.
 
-    With gradient accumulation, an optimizer step takes several batches. The time is the duration of the training call,
-    which includes recoveries but not validation. For training functions, it is the time since the previous report, and
-    reports must contain `num_samples`.
+    Both are divided by the duration of the training call, which includes recoveries but not validation. For training
+    functions, they are divided by the time since the previous report, and reports must contain `num_samples`. With
+    gradient accumulation, an optimizer step takes several batches.
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -66,8 +66,9 @@ class ThroughputMonitor(Callback):
 class GoodputMonitor(Callback):
     """Adds `goodput` and a breakdown of time, such as `time_useful_s` and `time_data_s`, to the results of each epoch.
 
-    The seconds are the mean over the ranks since the previous epoch. Bins without any time are left out. `goodput` is
-    the fraction of time in training calls that was not lost to failures. docs/training-runs.md explains the bins.
+    Each `time_..._s` entry is the time that ranks spent on one activity since the previous epoch, averaged over ranks.
+    Activities that took no time are left out. `goodput` is the fraction of time in training calls that was not lost to
+    failures. docs/training-runs.md explains the entries.
 
     For training functions, only `goodput` and `time_recovery_s` are available. Time spent on repeated steps does not
     reduce this goodput.
@@ -166,13 +167,14 @@ def _like(value: Any, tensor: Any) -> Any:
 
 
 class StepMetrics(WorkerCallback):
-    """Averages this worker's metrics over windows of `every` steps, for callbacks with `on_step_metrics`.
+    """Averages this worker's metrics over every `every` steps (a window), for callbacks with `on_step_metrics`.
 
     Args:
         every: Number of steps in a window.
 
     Attributes:
-        begun: The window to continue if a run resumes inside a window: the step, and each rank's measurements so far.
+        begun: If a run resumes inside a window, the step at which it resumes and each rank's measurements in that
+            window so far.
     """
 
     def __init__(self, every: int) -> None:
@@ -188,7 +190,8 @@ class StepMetrics(WorkerCallback):
 
     def on_step_end(self, operator: Any, step: int, metrics: Any) -> None:
         last = step - 1 if self._last < 0 else self._last
-        if step <= last or not isinstance(metrics, Mapping):  # a step that is repeated after a failure counts once
+        # Count a step once, even if it is repeated after a failure.
+        if step <= last or not isinstance(metrics, Mapping):
             return
         values = {name: value for name, value in metrics.items() if not is_metric_object(type(value))}
         num_samples = values.pop(NUM_SAMPLES, 1)
@@ -199,27 +202,30 @@ class StepMetrics(WorkerCallback):
         self._last = step
 
     def open(self) -> MetricSummary:
-        """Return the measurements since the last complete window."""
+        """Return this worker's measurements since the last complete window of steps."""
         return self._open.summary()
 
     def summaries(self, after: int) -> dict[int, MetricSummary]:
-        """Return the means of windows that end after the step `after`, by their last step. Discard earlier means."""
+        """Return the means of each window of steps that ends after step `after`, by its last step.
+
+        Discard earlier means.
+        """
         for step in [step for step in list(self._closed) if step <= after]:
             del self._closed[step]
         return {step: meters.summary() for step, meters in list(self._closed.items())}
 
 
 def summaries_of_steps(replica: Any, after: int) -> dict[int, MetricSummary]:
-    """Return a worker's means for the windows that end after the step `after`.
+    """Return a worker's mean metrics for the windows of steps that end after step `after`.
 
-    Runs in a second thread beside the training, because it may wait for the device.
+    Runs in a second thread during training, because reading metrics may wait for the device.
     """
     found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
     return {} if found is None else found.summaries(after)
 
 
 def open_steps(replica: Any) -> tuple[int, MetricSummary]:
-    """Return a worker's current step, and its measurements since the last complete window."""
+    """Return a worker's current step, and its measurements since the last complete window of steps."""
     found: StepMetrics | None = replica.operator._raysgd.callbacks.of_kind(StepMetrics)
     return replica.operator.global_step, MetricSummary() if found is None else found.open()
 
@@ -231,8 +237,8 @@ class ProfilerTrace(WorkerCallback):
 
     Args:
         folder: Folder for the files: a folder that all workers share, or a URI such as `s3://bucket/traces`.
-        steps: Steps to record, as in `range(first, end)`, counted from 0 when the run begins on a worker. Recording
-            stops at the end of the epoch at the latest.
+        steps: Steps to record, as `(first, end)` like in `range(first, end)`. A worker counts from 0 when the run
+            begins. Recording stops at the end of the epoch at the latest.
         ranks: Ranks of the workers that record; None for all.
 
     Raises:

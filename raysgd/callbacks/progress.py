@@ -46,7 +46,7 @@ _SPEAK_FOR_THEMSELVES = ("time", _RATE, "workers")
 
 
 class ProgressBar(Callback):
-    """Shows the progress of a run: a bar for each call of train, validate, and predict, and a line for each epoch.
+    """Shows a run's progress: a bar for each call to `train`, `validate` and `predict`, and a line for each epoch.
 
     Args:
         metrics: Names of the metrics to show. None shows the four most informative metrics in each line, and the first
@@ -158,7 +158,7 @@ class ProgressBar(Callback):
         return f"{unit} {run.epoch:>{width}}{of}"
 
     def _circumstances(self, result: dict[str, Any]) -> dict[str, str]:
-        """Return a row's other values: time, throughput, and the number of workers if it has changed."""
+        """Return an epoch's values besides metrics: time, throughput, and the number of workers if it has changed."""
         told = {}
         if readable.is_real(result.get("seconds")):
             told["time"] = readable.seconds(result["seconds"])
@@ -173,7 +173,7 @@ class ProgressBar(Callback):
 
 
 def _as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return names and values as printable strings. A metric's name could contain control codes of the terminal."""
+    """Return metric names and values as printable strings, because a name could contain terminal control codes."""
     return {_printable(name): _printable(readable.number(value)) for name, value in metrics.items()}
 
 
@@ -197,7 +197,7 @@ def _checked_names(metrics: Any) -> tuple[str, ...] | None:
 
 
 class LineBar:
-    """Progress for log files: only lines, aligned in columns. A long call writes a line every minute."""
+    """Progress for log files: no bar, only lines with aligned columns. A long call writes a line every minute."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -299,7 +299,10 @@ class TqdmBar(LineBar):
                 bar.close()
 
     def _fits(self) -> bool:
-        """Return True if the line with the shortest bar fits in the terminal. Otherwise tqdm would truncate it."""
+        """Return True if the line fits in the terminal even with the shortest bar.
+
+        Otherwise tqdm would truncate the line.
+        """
         facts = self._bar.format_dict
         shortest = facts["bar_format"].replace("{bar}", "#" * _SHORTEST_BAR)
         line = self._bar.format_meter(**{**facts, "ncols": None, "bar_format": shortest})
@@ -341,7 +344,7 @@ def _name_before(name: str) -> str:
 
 @contextlib.contextmanager
 def _while_there_is_a_reader() -> Iterator[None]:
-    """Ignore errors of a closed terminal or an unwritable log file inside the block, so that training continues."""
+    """Inside the block, ignore errors from writing to a closed terminal or log file, so that training continues."""
     try:
         yield
     except (OSError, ValueError) as error:  # a closed stream is a ValueError

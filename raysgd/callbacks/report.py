@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DATA_ID = "raysgd-run"
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "use_gpu", "precision", "strategy", "min_workers", "spare_workers")
-_SHARE = 50  # writing may take at most 1/50 of the time
+_SHARE = 50  # writing the report may take at most 1/50 of the run's time
 _MOST_ENTRIES = 500
 _REFRESH_S = 10
 _MOST_ROWS = 200
@@ -150,7 +150,10 @@ def facts_of(run: Run, state: str, reason: str = "") -> dict[str, Any]:
 
 
 def page_of(facts: Mapping[str, Any], history: History, steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page's HTML. It refreshes itself while the run is active. Its policy allows only our own scripts."""
+    """Return the page's HTML, which refreshes itself while the run is active.
+
+    Its content security policy allows only our own scripts.
+    """
     files, nonce = Path(__file__).with_name("page"), secrets.token_urlsafe(16)
     names = ("uplot/uPlot.min.css", "page.css", "uplot/LICENSE", "uplot/uPlot.iife.min.js", "page.js")
     uplot_style, style, license_text, uplot, script = ((files / name).read_text("utf-8") for name in names)
@@ -232,13 +235,16 @@ def _header(facts: Mapping[str, Any], history: History) -> str:
 
 
 def _events(history: History) -> str:
-    """Return a numbered list of the workers' events. Marks in the chart above the list have the same numbers."""
+    """Return a numbered HTML list of worker losses, additions and replacements.
+
+    The chart above the list marks each event with the same number.
+    """
     items = "".join(f"<li>{safe(line)}</li>" for line in readable.event_lines(history.events))
     return f"<ol>{items}</ol>" if items else _note("No worker was lost, and none was added.")
 
 
 def _where_time_went(ledger: Mapping[str, float]) -> str:
-    """Return a table of how the time in training calls was spent, and a note on the time outside those calls."""
+    """Return an HTML table of how time in training calls was spent, and a note on the time outside those calls."""
     inside = {name: took for name, took in ledger.items() if name not in time_spent.OUTSIDE and took > 0}
     total, goodput = sum(inside.values()), time_spent.goodput_of(ledger)
     if goodput is None:
@@ -260,7 +266,7 @@ def _where_time_went(ledger: Mapping[str, float]) -> str:
 
 
 def _results(history: History) -> str:
-    """Return a table with the metrics of the last epochs, and a collapsed table with their other values."""
+    """Return an HTML table with the last epochs' metrics, and a collapsed table with these epochs' other values."""
     rows = [*history][-_MOST_ROWS:]
     metrics = readable.metrics_of(rows)
     others = ["epoch", *(name for name in readable.names_in(rows) if name not in {*metrics, "epoch"})]

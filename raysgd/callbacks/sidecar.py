@@ -43,11 +43,12 @@ class Sidecar:
         epoch: Number of completed epochs in the checkpoint.
         history: History of the run up to the checkpoint.
         callbacks: The class and the state of each callback.
-        pending: Epoch whose result callbacks had not received yet, for example because its validation was still
-            running, or None.
+        pending: Number of an epoch whose result the callbacks had not received yet, for example because validation was
+            still running. None if they had received all results.
         epochs: The last epoch of the run, or None if unknown.
         begun: Progress of the next epoch if the checkpoint is from inside an epoch, as plain data; otherwise None.
-        open_steps: The step, and each rank's measurements since the last mean that loggers received, as plain data.
+        open_steps: Step metrics that loggers have not received yet, as plain data: the step, and each rank's
+            measurements since the last mean that loggers received.
         max_step: The last step of the run, or None if steps are not limited.
     """
 
@@ -93,7 +94,7 @@ class Sidecars:
         _write(location(checkpoint), json.dumps(content, allow_nan=False))
 
     def _with_parts(self, checkpoint: str, history: History) -> tuple[tuple[str, ...], HistoryLimits]:
-        """Write another part once there are enough new rows. The last entry of each list may still change, so omit it.
+        """Write a part file once enough rows are new. Omit the last entry of each list, which may still change.
 
         Returns:
             The names of all parts so far, and how much of the history they hold.
@@ -130,7 +131,7 @@ class Sidecars:
 
 
 def place_of(checkpoint: str) -> tuple[int, int]:
-    """Return a checkpoint's completed epochs and the batches of its next epoch; (-1, 0) if it has no sidecar file."""
+    """Return how many epochs, and batches of the next epoch, a checkpoint has completed. Without a sidecar: (-1, 0)."""
     found = _read(checkpoint)
     if found is None:
         return -1, 0

@@ -18,7 +18,8 @@ class WorkerCallback:
     """Base class for callbacks in the workers of a `TorchTrainer`.
 
     The methods do nothing by default; override those you need. Each worker receives a copy, so the callback must be
-    picklable. A change to the model must be the same on all workers, and all workers must take part in each collective.
+    picklable. If the callback changes the model, it must make the same change on all workers. If it runs a collective
+    such as an all-reduce, all workers must call it.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -59,9 +60,9 @@ class WorkerCallback:
         """Called at the end of an epoch with this worker's metrics. You may add entries."""
 
     def _on_leg(self, operator: Any, leg: Mapping[str, Any]) -> None:
-        """Called before the first batch of a leg: at the start of an epoch, and when a new group continues the epoch.
+        """Called before the first batch of an epoch, and again when a new worker group continues the epoch.
 
-        See `raysgd.journal`.
+        `leg` describes the part of the epoch that starts here; see `raysgd.journal`.
         """
 
     def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
@@ -74,7 +75,7 @@ class WorkerCallback:
         """
 
     def _on_norm(self, norm: Any) -> None:
-        """Called with the gradient norm before clipping, in steps in which clipping or a callback has computed it."""
+        """Called with the gradient norm before clipping, but only in steps where clipping or a callback computes it."""
 
     def state_key(self) -> str:
         """Return the key under which the callback's state is saved. Default: the name of the class.
@@ -119,8 +120,8 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
     """Call a method of a callback.
 
     Raises:
-        CallbackError: The method failed. Errors of `torch`, Horovod and raysgd are raised unchanged, so that lost
-            connections are recognized.
+        CallbackError: The method failed. Errors raised by `torch`, Horovod and raysgd pass through unchanged, because
+            they may mean that a connection to another worker was lost.
     """
     try:
         return getattr(callback, method)(*args)
@@ -133,7 +134,7 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
 
 
 def warn_of_unknown_events(owner: type, events_of: type) -> None:
-    """Warn about methods whose names start with `on_` but that no base class has."""
+    """Warn about methods whose names start with `on_` but do not exist in a base class, since they are never called."""
     known = [name for name in vars(events_of) if name.startswith("on_")]
     for name in vars(owner):
         if name.startswith("on_") and not any(hasattr(base, name) for base in owner.__bases__):
@@ -142,12 +143,12 @@ def warn_of_unknown_events(owner: type, events_of: type) -> None:
 
 
 def optimizers_of(operator: Any) -> list[Any]:
-    """Return the registered optimizers."""
+    """Return the optimizers that the operator registered."""
     return list(operator._raysgd.registered.optimizers)
 
 
 def models_of(operator: Any) -> list[Any]:
-    """Return the registered models without wrappers such as DDP."""
+    """Return the models that the operator registered, without wrappers such as DDP."""
     return list(operator._raysgd.registered.original_models)
 
 
@@ -158,7 +159,7 @@ def left_out_of(operator: Any) -> Collection[int]:
 
 
 def state_of(operator: Any, key: str) -> Any:
-    """Return the state of the worker callback with this `state_key`, or None if there is no such state."""
+    """Return the state of the worker callback with this `state_key`, or None if no callback has this key."""
     return operator._raysgd.callbacks.state_of(key)
 
 
@@ -178,5 +179,5 @@ def index_of(operator: Any, optimizer: Any) -> int:
 
 
 def of_optimizer(name: str, index: int, operator: Any) -> str:
-    """Return a metric's name for one optimizer. The name includes the index if several optimizers are registered."""
+    """Return a metric's name for one optimizer. If several optimizers are registered, the name includes the index."""
     return f"{name}_optimizer{index}" if len(optimizers_of(operator)) > 1 else name

@@ -1,13 +1,14 @@
 """The journal of a run: a record of each step's samples, loss and gradient norm.
 
 `fit` writes the journal to `journal/` in the run's folder. It is plain data, and small: 16 bytes per step, and one line
-for each leg, a part of an epoch that one group of workers ran. It does not list samples: a seed and the epoch number
-determine their order. The leg's line records where in that order the leg starts and how its steps are sharded.
+for each leg. A leg is a part of an epoch that one group of workers ran. The journal does not list samples, because a
+seed and the epoch number determine their order. The leg's line records where in that order the leg starts and how its
+samples are sharded over the workers.
 
 `journal.jsonl` has one JSON object per line:
 
 - `run`: a program starts or resumes the run, with its config and options;
-- `leg`: a group of workers starts to train at a step. It invalidates earlier lines about later steps;
+- `leg`: a group of workers starts to train at a step. This line invalidates earlier lines about later steps;
 - `checkpoint`: a file was saved after a step.
 
 `steps.bin` has one record per batch of a worker. All fields are little-endian floating-point numbers:

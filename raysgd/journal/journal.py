@@ -41,7 +41,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of an epoch that one group of workers ran.
+    """A leg: a part of an epoch that one group of workers ran.
 
     Attributes:
         after: Number of the step after which the leg starts.
@@ -74,7 +74,7 @@ class JournalWriter:
         self._has_begun = False
 
     def begin_leg(self, entry: Line) -> None:
-        """Record that a group starts to train at a step, and remove the records of later steps.
+        """Record that a worker group starts to train at a step, and remove earlier records of later steps.
 
         Raises:
             OSError: A file cannot be written.
@@ -105,7 +105,7 @@ class JournalWriter:
                 file.write(_STEP.pack(each.loss, NO_NORM if each.norm is None else each.norm, each.weight))
 
     def note_checkpoint(self, location: str, step: int) -> None:
-        """Record that a checkpoint was saved after a step. Do nothing before the first leg.
+        """Record that a checkpoint was saved after a step. Do nothing if no worker group has started to train yet.
 
         Raises:
             OSError: The file cannot be written.
@@ -126,7 +126,7 @@ class Journal:
 
     Attributes:
         folder: The run's folder.
-        legs: The legs that later legs did not replace, in step order.
+        legs: The parts of epochs that one worker group ran, in step order, without parts that were repeated later.
         checkpoints: Locations of checkpoints by the step after which they were saved.
         steps: Loss, norm and weight of each batch, as a structured array.
 
@@ -200,11 +200,11 @@ class Journal:
         )
 
     def leg_of(self, number: int) -> Leg:
-        """Return the leg that a step belongs to."""
+        """Return the leg of a step: the part of an epoch, run by one worker group, that contains the step."""
         return next(each for each in reversed(self.legs) if each.after < number)
 
     def begin_of(self, number: int) -> int:
-        """Return the number of the last batch before a step, which has several batches with accumulation."""
+        """Return the number of the last batch before a step. With gradient accumulation, a step has several batches."""
         leg = self.leg_of(number)
         taken = np.flatnonzero(self.steps["weight"][leg.after : number - 1])
         return leg.after + (int(taken[-1]) + 1 if len(taken) else 0)

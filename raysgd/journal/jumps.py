@@ -1,4 +1,4 @@
-"""Finds jumps: steps at which the loss left its usual range. A pure function of the losses.
+"""Finds jumps: steps at which the loss left its usual range. Depends only on the losses.
 
 A step jumps if its loss is not finite, or too far above the median of the last 20 steps. The distance is measured
 between logarithms, or between the losses if one is negative. The median follows the loss, so a quickly falling loss
@@ -30,9 +30,9 @@ FEWEST = 20
 _NEAR, _FEWEST_NEAR = 20, 5
 _TIMES_FARTHEST = 3.0
 _TIMES_USUAL = 10.0
-_OUTLIERS_OF = 100  # the range ignores one outlier, and another one for each 100 steps
-_LEAST = 0.1  # a loss that is at most 10 % larger is no jump, however steady the loss was before
-_MOST = math.log(1000)  # a loss that is over 1,000 times larger is a jump, however noisy the loss was before
+_OUTLIERS_OF = 100  # the range ignores one outlier, plus one outlier per 100 steps
+_LEAST = 0.1  # an increase by at most 10 % is no jump, however steady the loss was before
+_MOST = math.log(1000)  # an increase by over 1,000 times is a jump, however noisy the loss was before
 _TOGETHER = 5
 _NEW_RANGE = 100
 _LEAST_LOSS = 1e-12
@@ -58,7 +58,7 @@ class Jump:
 
 
 class _Range:
-    """The recent losses, which determine the usual range of the next loss."""
+    """Stores recent losses and computes from them the usual range for the next loss."""
 
     def __init__(self) -> None:
         self._begin()
@@ -93,7 +93,7 @@ class _Range:
 
     @property
     def limit(self) -> float:
-        """The highest value in the range; NaN if too few losses are known."""
+        """The highest loss that does not count as a jump; NaN if too few losses are known."""
         if not self._is_known:
             return math.nan
         farthest = self._sorted[-2 - len(self._sorted) // _OUTLIERS_OF]
@@ -133,7 +133,7 @@ def find_jumps(losses: Sequence[float]) -> list[Jump]:
 
 
 def _scale_of(losses: Sequence[float]) -> tuple[_Function, _Function]:
-    """Return the functions to and from the logarithmic scale, or `float` twice if a loss is negative."""
+    """Return the functions that convert losses to and from a logarithmic scale; `float` twice if a loss is negative."""
     if any(math.isfinite(loss) and loss < 0 for loss in losses):
         return float, float
     return (lambda loss: math.log(max(loss, _LEAST_LOSS))), math.exp

@@ -35,7 +35,7 @@ _NOT_OPTIONS = {
 
 @dataclass
 class _OpenStep:
-    """The workers' reports of a step that have arrived, by recorder name."""
+    """The reports of one step that have arrived from workers so far, keyed by each worker's recorder name."""
 
     attempt: Attempt
     parts: dict[str, StepReport] = field(default_factory=dict)
@@ -56,9 +56,10 @@ def _sum(numbers: Iterable[float]) -> float:
 
 
 class StepBook:
-    """Merges the reports of the workers into step records, without any I/O.
+    """Merges the workers' reports into step records, without any I/O.
 
-    When a later attempt starts, it replaces the reports of earlier attempts about later steps.
+    After a failure, workers retry a call in a new attempt that repeats some steps. Its reports replace earlier
+    attempts' reports of the repeated steps.
     """
 
     def __init__(self) -> None:
@@ -72,8 +73,8 @@ class StepBook:
         """Add a report.
 
         Args:
-            name: Name of the recorder that made the report.
-            report: The start of a leg, or a worker's part of a step.
+            name: Name of the recorder, the object in one worker that made the report.
+            report: The start of a leg (a part of an epoch that one worker group runs), or a worker's part of a step.
 
         Returns:
             The journal entry of a new leg, the record of a step from the reports so far, or None for an outdated or
@@ -98,7 +99,7 @@ class StepBook:
         before, self._newest = self._newest, report.attempt
         self._began[report.attempt] = after, int(report.entry["num_workers"])
         self._began = {attempt: begin for attempt, begin in self._began.items() if begin[0] <= after}
-        # Survivors may still report steps of the previous attempt. Reports missing from older attempts are lost.
+        # Survivors may still send missing reports of the previous attempt. No worker sends those of older attempts.
         self._open = {step: each for step, each in self._open.items() if step <= after and each.attempt >= before}
         self.last_step = after
         return report.entry
@@ -134,7 +135,7 @@ class JournalKeeper:
         return str(self._folder())
 
     def __call__(self, progress: CallProgress) -> None:
-        """Fetch new reports, at most once a second and at the end of a training call. Called with a call's progress."""
+        """Fetch new step reports from the workers, at most once a second and at the end of a training call."""
         if progress.kind == "train" and (progress.is_done or time.monotonic() > self._fetched_at + _FETCH_EVERY_S):
             self.fetch()
 
@@ -148,7 +149,7 @@ class JournalKeeper:
         for each in asked:
             try:
                 found.append(each.result(1.0))
-            except Exception as error:  # the next fetch asks again, unless the worker is lost
+            except Exception as error:  # the next fetch asks again for these reports, unless the worker is lost
                 logger.debug("no news of the steps: %s", error)
         self._fetched_at = time.monotonic()
         try:
@@ -158,7 +159,10 @@ class JournalKeeper:
             logger.warning("the journal of the run ends here: %s: %s", type(error).__name__, error)
 
     def _write(self, found: list[tuple[str, list[tuple[int, Report]]]]) -> None:
-        """Write the reports. Sort each attempt's legs before its steps, because ranks report at different times."""
+        """Write reports to the journal.
+
+        Ranks report at different times, so write the start of each attempt before its steps.
+        """
         records = dict[int, StepRecord]()
         reports = [(name, report) for name, each in found for _, report in each]
         for name, report in sorted(reports, key=lambda each: (each[1].attempt, isinstance(each[1], StepReport))):
@@ -187,7 +191,7 @@ class JournalKeeper:
         return self._book.last_step
 
     def note_checkpoint(self, location: str, step: int | None) -> None:
-        """Record that a checkpoint was saved after a step. None means the last step that was reported."""
+        """Record that a checkpoint was saved after step `step`, or after the last reported step if `step` is None."""
         if self._writer is None or self._is_off:
             return
         at = self._relative(location)
@@ -205,7 +209,7 @@ class JournalKeeper:
 
 
 def header_of(settings: Any) -> dict[str, Any]:
-    """Return the journal line of a program: its operator, config and options, as plain data without secrets."""
+    """Return the journal line that describes a program: operator, config and options, as plain data without secrets."""
     operator_cls, given = settings.training_operator_cls, dict(settings.config)
     shown = masked(given)
     kept = {str(name) for name, value in given.items() if _is_plain(value) and shown.get(name) == value}

@@ -19,10 +19,10 @@ Attempt = tuple[int, int]
 
 
 class LegReport(NamedTuple):
-    """Report that a worker starts a leg: it starts to train in a new group or a new epoch.
+    """Report that a worker starts a leg: it starts a new epoch, or continues an epoch in a new worker group.
 
     Attributes:
-        attempt: The attempt that the leg belongs to.
+        attempt: The attempt at a training call that the leg belongs to.
         entry: The leg's journal entry, as plain data.
     """
 
@@ -34,7 +34,7 @@ class StepReport(NamedTuple):
     """One worker's part of a step.
 
     Attributes:
-        attempt: The attempt in which the step was taken.
+        attempt: The attempt at a training call in which the step was taken.
         step: Number of the step.
         total: Weighted sum of the losses of the worker's batches.
         weight: Sum of the weights.
@@ -49,7 +49,7 @@ class StepReport(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A step whose values may still be on a device: the loss and weight of each batch, and the gradient norms."""
+    """Values of one step, which may still be on a device: each batch's loss and weight, and the gradient norms."""
 
     attempt: Attempt
     step: int
@@ -98,7 +98,7 @@ class StepRecorder(WorkerCallback):
         self._reports.append((self._num_reports, report))
 
     def reports(self, after: int) -> list[tuple[int, Report]]:
-        """Return the reports after a number, and discard earlier ones.
+        """Return the reports with numbers above `after`, and discard all other reports.
 
         Runs in a second thread, and may wait for a device.
 
@@ -142,7 +142,7 @@ def _name_of_loss(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _kept(value: Any) -> Any:
-    """Return a number, or a copy of a tensor on a device, because user code may change the tensor in place."""
+    """Return a number unchanged, but copy a tensor on a device, because user code may change the tensor in place."""
     try:
         if not hasattr(value, "detach"):
             return float(value)
@@ -172,7 +172,8 @@ def _read(values: Sequence[Any]) -> list[float]:
 def _as_report(waiting: _Waiting, numbers: Iterator[float]) -> StepReport:
     batches = [(next(numbers), next(numbers)) for _ in waiting.batches]
     norms = [next(numbers) for _ in waiting.norms]
-    counted = [(loss * weight, weight) for loss, weight in batches if weight > 0]  # the loss of padding is arbitrary
+    # Skip padding, whose loss is meaningless.
+    counted = [(loss * weight, weight) for loss, weight in batches if weight > 0]
     total, weight = math.fsum(each for each, _ in counted), math.fsum(each for _, each in counted)
     return StepReport(waiting.attempt, waiting.step, total, weight, max(norms, key=_by_size) if norms else None)
 

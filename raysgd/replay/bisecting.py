@@ -28,12 +28,16 @@ class Difference:
     Attributes:
         step: The first step that differs; None if all steps are equal.
         what: "samples", "loss", "norm", or "weights" (after the step).
-        parameter: Name of the first parameter that differs after the step, if replays found one; otherwise None.
-        left: "A" or "B" if the replays of both runs are equal, but this run differs from its replay; otherwise None.
+        parameter: Name of the first parameter that differs after the step. None if the runs were not replayed, or the
+            replays have equal weights.
+        left: If the replays of both runs are equal, "A" or "B": the run that differs from its own replay. Otherwise
+            None.
         values: The losses or norms of run A and run B.
         num_steps: Number of steps that were compared.
-        equal_at: The last step after which checkpoints of both runs have the same weights; None if there is none.
-        different_at: The first step after which checkpoints of both runs have different weights; None if there is none.
+        equal_at: The last step after which checkpoints of both runs have the same weights; None if no pair of
+            checkpoints has.
+        different_at: The first step after which checkpoints of both runs have different weights; None if no pair of
+            checkpoints has.
         was_replayed: True if the steps were replayed.
     """
 
@@ -128,9 +132,9 @@ def _first_in_journals(first: Journal, second: Journal, common: list[int]) -> Di
 
 
 def _differing(one: StepRecord, other: StepRecord) -> str | None:
-    """Return which field of two step records differs. Compare losses only if both means have the same weight.
+    """Return which field of two step records differs. Compare losses only if both mean losses have the same weight.
 
-    The weights differ if one of the means lacks the part of a lost worker.
+    If a worker was lost before it reported its part of a step, the mean loss has a lower weight.
     """
     if one.weight == other.weight and not _is_same(one.loss, other.loss):
         return LOSS
@@ -143,9 +147,9 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _compared_checkpoints(first: Journal, second: Journal, until: int) -> tuple[int | None, int | None]:
-    """Compare the checkpoints of both runs. Return the last step with equal weights and the first with different ones.
+    """Return the last step at which both runs' checkpoints have equal weights, and the first at which they differ.
 
-    Either is None if there is no such step.
+    A step is None if no checkpoints were saved at it, or none match the description.
     """
     equal_at = different_at = None
     for step in sorted({*first.checkpoints} & {*second.checkpoints}):
@@ -216,7 +220,8 @@ def _by_replays(
     if len(left) != 1:
         return found
     seen = replayed["AB".index(left[0])].first_different
-    if found.what == LOSS and seen == found.step:  # the weights that the previous step produced determine the loss
+    # The loss of a step is computed with the weights from the previous step.
+    if found.what == LOSS and seen == found.step:
         earlier = [number for number in first.numbers() if number < found.step]
         return Difference(earlier[-1], WEIGHTS, left=left[0]) if earlier else Difference(found.step, LOSS, left=left[0])
     return Difference(found.step, found.what, left=left[0], values=found.values)

@@ -1,4 +1,4 @@
-"""The program of a run: the user's operator class, in a one-process trainer that splits global batches as the run did.
+"""Runs the user's operator class in a one-process trainer that splits global batches as the original run did.
 
 Only the user decides which code runs. The run's folder provides plain data: the config and the options.
 """
@@ -73,7 +73,7 @@ def _module(place: str, program: str) -> Any:
 
 
 class _Trainer(TorchTrainer):
-    """A trainer whose single process splits global batches as the workers of a run did."""
+    """A one-process trainer that splits global batches exactly as the run's workers did."""
 
     _batch_options: BatchOptions
 
@@ -82,11 +82,11 @@ class _Trainer(TorchTrainer):
 
 
 class Program:
-    """The program of a run.
+    """The user's operator class and config for a run, from which trainers that repeat its steps are created.
 
     Args:
         operator: The operator class, or its location, such as "train.py:MyOperator".
-        config: Entries that update the config in the journal, which lacks objects and secrets.
+        config: Entries to add to the config in the journal, which omits objects and secrets.
     """
 
     def __init__(self, operator: str | type[TrainingOperator], config: Mapping[str, Any] | None = None) -> None:
@@ -95,11 +95,11 @@ class Program:
 
     @contextmanager
     def trainer(self, journal: Journal, leg: Leg, **others: Any) -> Iterator[TorchTrainer]:
-        """Return a context manager for a one-process trainer that can repeat the steps of a leg.
+        """Return a context manager for a one-process trainer that can repeat the steps of a part of an epoch.
 
         Args:
             journal: The run's journal.
-            leg: The leg whose options the trainer gets.
+            leg: The leg (the part of an epoch that one worker group ran) whose batch options the trainer uses.
             others: Further arguments of the trainer.
 
         Raises:
@@ -125,7 +125,8 @@ class Program:
         """Return the run's config: the journal's entries, updated with the user's.
 
         Raises:
-            ValueError: The journal left an entry out, and the user did not pass it.
+            ValueError: The journal omits a config entry, such as an object or a secret, and the user did not pass this
+                entry.
         """
         config = {**leg.run["config"], **self._config}
         missing = [name for name in leg.run["config_left_out"] if name not in config]
@@ -138,7 +139,7 @@ class Program:
 
 
 def batch_options_for(leg: Leg) -> BatchOptions:
-    """Return the batch options with which one process computes the same steps as the workers of a leg.
+    """Return the batch options with which one process computes the same steps as the group of workers that ran `leg`.
 
     Raises:
         ValueError: One process cannot compute the same steps.

@@ -23,7 +23,7 @@ _MOST_SAMPLES = 20
 
 @dataclass(frozen=True)
 class Why:
-    """The answer of `why` about a step.
+    """The result of `why`: what the run's journal shows about one step.
 
     Attributes:
         record: The step's loss and norm.
@@ -34,7 +34,8 @@ class Why:
             unknown.
         obstacle: Why the samples are unknown; None if they are known.
         losses: The individual loss of each sample, highest first; None without `recompute=True`.
-        checkpoint: The checkpoint whose weights were used for `losses`; None for the initial weights of `setup`.
+        checkpoint: The checkpoint whose weights were used to compute `losses`; None if these were the initial weights
+            from `setup`.
     """
 
     record: StepRecord
@@ -83,7 +84,7 @@ class JumpsFound:
     """The steps at which a run's loss left its usual range.
 
     Attributes:
-        jumps: The jumps. `first` and `last` are step numbers.
+        jumps: The jumps. A jump's `first` and `last` are step numbers.
         num_steps: Number of steps with a loss.
     """
 

@@ -34,12 +34,13 @@ class Replayed:
     Attributes:
         step: The last step that was replayed.
         begin: The step after which the replay started.
-        checkpoint: The checkpoint that the replay started from; None for the start of the run.
+        checkpoint: The checkpoint from which the replay started; None if it started at the run's beginning.
         is_exact: True if each loss and norm is bitwise equal to the value in the journal.
         difference: Largest relative difference between a loss and its value in the journal.
         first_different: The first step whose loss or norm is not bitwise equal; None if all are equal.
-        tolerance: Largest difference that rounding can explain; 0 with `deterministic=True`.
-        incomplete: Steps that were not compared, because their mean in the journal lacks the part of a lost worker.
+        tolerance: Largest relative difference that rounding can explain; 0 with `deterministic=True`.
+        incomplete: Steps that were not compared, because a worker was lost before it reported its part of the step's
+            loss to the journal.
         state: The training state after the last step, as `trainer.state_dict()` returns it.
     """
 
@@ -84,7 +85,7 @@ class _ReachedStep(BaseException):
 
 
 class _StopAfter(Callback):
-    """Ends the replay after a step, and keeps the training state after that step."""
+    """Ends the replay after a given step, and stores the training state at that point."""
 
     _pauses = True
 
@@ -103,7 +104,7 @@ class _StopAfter(Callback):
 
 
 class _Debugging(WorkerCallback):
-    """Stops in the debugger before `train_batch` of a step."""
+    """Stops in the debugger before `train_batch` is called for a given step."""
 
     def __init__(self, begin: int, step: int, load: Callable[[], Any]) -> None:
         self._steps, self._load = range(begin, step), load
@@ -201,7 +202,7 @@ def _train(
 
 
 def _check_legs(journal: Journal, legs: list[Leg], checkpoint: tuple[int, str] | None) -> None:
-    """Check that one process can repeat the steps of the legs.
+    """Check that one process can repeat the steps of `legs`, the parts of epochs that one worker group each ran.
 
     Raises:
         ValueError: One process cannot repeat some steps. The message gives the reason.

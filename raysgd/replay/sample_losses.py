@@ -36,7 +36,7 @@ class SampleLoss:
 
 
 def nearest_checkpoint(journal: Journal, step: int, *, may_be_at: bool = False) -> tuple[int, str] | None:
-    """Return the step and location of the newest existing checkpoint from before a step; None if there is none.
+    """Return the step and location of the newest checkpoint from before a step; None if no such file exists.
 
     Args:
         journal: The run's journal.

@@ -25,7 +25,10 @@ from raysgd.torch.data.sampling import ShardedLoader
 
 
 class NeedsProgramError(ValueError):
-    """The samples depend on something that only the program has: the user's own sampler, or the files of a stream."""
+    """Raised if the journal cannot determine the samples.
+
+    They depend on the user's own sampler, or on a stream's files.
+    """
 
 
 class StreamRow(NamedTuple):
@@ -72,7 +75,7 @@ def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
     layout = leg.entry["data"]
     if leg.entry["is_of_call"] and data is not None:
         raise ValueError("the run trained on the `dataset` of `fit`, and the program registers other data.")
-    batches = range(begin - leg.after, step - leg.after)  # numbers of the step's global batches in the leg
+    batches = range(begin - leg.after, step - leg.after)  # the step's global batches, counted from the leg's start
     if layout["kind"] == "loader":
         return _of_loader(leg, batches, _order_of(layout, data))
     if layout["kind"] == "stream":
@@ -86,9 +89,10 @@ def samples_of(journal: Journal, step: int, data: Any = None) -> StepSamples:
 
 
 def range_of(journal: Journal, step: int) -> tuple[Any, ...]:
-    """Return a tuple that identifies a step's samples: the data, the pass, and the range within the pass.
+    """Return a tuple that identifies a step's samples: the data, the pass over it, and the range within that pass.
 
-    Steps with equal tuples have the same samples of the same dataset. Avoids the slow drawing of the order.
+    Steps with equal tuples have the same samples of the same dataset. Comparing tuples avoids generating the shuffled
+    order, which is slow.
     """
     leg, begin = journal.leg_of(step), journal.begin_of(step)
     entry, layout = leg.entry, leg.entry["data"]
@@ -120,7 +124,7 @@ def _order_of(layout: Mapping[str, Any], data: Any) -> SampleOrder:
 
 
 def plan_of(leg: Leg, indices: Indices) -> PassPlan:
-    """Return the plan by which a leg sharded the rest of its pass."""
+    """Return the plan by which the worker group of `leg` sharded the rest of the pass over the data."""
     entry, layout = leg.entry, leg.entry["data"]
     size, num_workers = layout["batch_size"], entry["num_workers"]
     bounds = indices.bounds if isinstance(indices, JoinedBatches) else None
@@ -160,7 +164,7 @@ def _of_stream(leg: Leg, batches: range, data: StreamData) -> StepSamples:
     data.check_position(position)
     of_pass, num_workers = data.open_pass(entry["pass"], layout["seed"]), entry["num_workers"]
     num_skipped, begin = batches.start, _begin_of(entry, layout)
-    if of_pass.is_known:  # lengths are known, so the position follows from the number of rows
+    if of_pass.is_known:  # the streams' lengths are known, so a row count determines the position
         begin, num_skipped = StreamPosition(entry["consumed"] + batches.start * data.batch_size), 0
     by_rank: list[list[Any]] = [[] for _ in range(num_workers)]
     for number, rows in enumerate(_global_batches(of_pass, begin, data.batch_size)):
@@ -181,7 +185,7 @@ def _begin_of(entry: Mapping[str, Any], layout: Mapping[str, Any]) -> StreamPosi
 
 
 def _global_batches(of_pass: StreamPass, begin: StreamPosition, size: int) -> Iterator[list[Any]]:
-    """Yield the rows of each global batch. Their order does not depend on the number of workers."""
+    """Yield the rows of each global batch. The order of rows does not depend on the number of workers."""
     watched, shares = range(of_pass.num_lanes), Division(size, 1)
     reader = GlobalReader(of_pass, shares, 0, begin, watched, lambda: _NamedRows(of_pass, watched, list))
     return (batch.batch for batch in reader)

@@ -18,7 +18,8 @@ class BatchOptions:
     Attributes:
         split_batches: False: each worker's batch has the loader's batch size, so the global batch grows with the number
             of workers. True: the global batch has the loader's batch size for any number of workers.
-        micro_batch_size: Maximum number of samples of a constant global batch that a worker processes at once.
+        micro_batch_size: Maximum number of samples that a worker processes at once, if the global batch size is
+            constant.
         deterministic: True to split each global batch into logical shards, so that its gradient is bitwise identical on
             any number of workers.
         num_shards: Number of logical shards. It equals the trainer's initial number of workers.
@@ -50,12 +51,12 @@ class BatchOptions:
 
     @property
     def is_global(self) -> bool:
-        """True if raysgd splits global batches of a fixed size."""
+        """True if these options make raysgd split global batches of a fixed size."""
         return self.split_batches or self.deterministic
 
     @property
     def global_option(self) -> str:
-        """The option that makes raysgd split global batches, as users write it; empty if no such option is set."""
+        """The option that makes raysgd split global batches, as text such as "`split_batches=True`"; empty if unset."""
         if self.split_batches:
             return "`split_batches=True`"
         return "`deterministic=True`" if self.deterministic else ""
@@ -68,7 +69,7 @@ class BatchOptions:
         return split_batch_size(size, num_parts) * num_parts
 
     def of_worker(self, size: Any, num_workers: int) -> Any:
-        """Return how many samples a worker processes at once, given the batch size in its config."""
+        """Return how many samples a worker processes at once, where `size` is the batch size in its config."""
         if not self.split_batches or not is_integer(size):
             return size
         return min(-(-size // num_workers), self.micro_batch_size or size)

@@ -1,8 +1,8 @@
 """Splits a global batch size over a group of workers.
 
-The user sets one batch size for the whole group, and each worker gets an equal part. All results are computed from
-the requested value, so a group that shrinks from 4 to 3 workers and grows back to 4 loses nothing to rounding. The
-functions are pure: they do not change the config or log anything.
+The user sets one batch size for the whole group, and each worker gets an equal part. All results are computed from the
+size that the user requested, so rounding does not accumulate when a group shrinks from 4 to 3 workers and grows back to
+4. The functions are pure: they do not change the config or log anything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def split_batch_size(requested: int, num_workers: int) -> int:
 
 
 def global_batch_in_words(num_workers: int, batch_size: int, can_be_constant: bool) -> str:
-    """Describe the size of a step that depends on the number of workers, and the option that would make it constant.
+    """Describe a global batch whose size depends on the number of workers, and the option that would make it constant.
 
     Examples:
         >>> global_batch_in_words(2, 32, can_be_constant=True)

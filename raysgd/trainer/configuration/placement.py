@@ -1,4 +1,4 @@
-"""Workers' placement and environment, as users specify them."""
+"""`Placement`: where Ray places workers, and their runtime environment, as users specify them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STRATEGIES = ("PACK", "SPREAD")
 
 @dataclass(frozen=True)
 class Placement:
-    """Workers' placement and their resources besides CPUs and GPUs. The trainers' docstrings explain each field.
+    """Where Ray places workers, and their resources besides CPUs and GPUs. The trainers' docstrings explain each field.
 
     Raises:
         ValueError, TypeError: A value is invalid.

@@ -24,8 +24,8 @@ class Recovery:
             then join during the epoch.
         resize_interval_s: How often a trainer with too few workers checks for free resources during an epoch. None:
             only before each call.
-        heartbeat_s: A worker process that does not respond for this long, because it is stopped or frozen, counts as
-            lost. A worker that is still starting has at least 120 s.
+        heartbeat_s: A worker process that does not respond for this many seconds, because it is stopped or frozen,
+            counts as lost. A worker that is still starting has at least 120 s to respond.
         form_timeout_s: Time limit for forming a group once all its workers are ready. Capped at `timeout_s`.
         settle_timeout_s: Time limit for a survivor to finish its step after a failure, and for a spare worker that runs
             validation to finish its batch. A worker that takes longer is replaced.
@@ -35,10 +35,10 @@ class Recovery:
             `WorkersLostError`.
         snapshot_every_n_steps: Number of steps between snapshots inside an epoch. None: only after calls. The driver
             collects snapshots four times a second, so choose a number of steps that takes a second or more.
-        undo: What workers copy before each batch, so that they can repeat it after a failure in the middle. None:
-            always the buffers, and all registered state if needed; see `docs/recovery.md`. True: all registered state;
-            only for `TorchTrainer`. False: nothing, so that a failure in the middle of a batch restarts the call from
-            the snapshot.
+        undo: What workers copy before each batch, so that they can repeat the batch after a failure inside it. None:
+            model buffers always, and all registered state if needed; see `docs/recovery.md`. True: all registered
+            state; only for `TorchTrainer`. False: nothing, so that a failure inside a batch restarts the call from the
+            snapshot.
 
     Raises:
         ValueError: A value is invalid.

@@ -76,7 +76,7 @@ class GroupSettings:
         return self.use_local and self.num_workers == 1
 
     def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
-        """Raise an error if spare workers are requested but could not replace lost workers.
+        """Raise an error if the user requested spare workers but they could not replace lost workers.
 
         Args:
             obstacles: Tuples of a flag (True if the obstacle applies) and the argument that causes the obstacle.
@@ -105,7 +105,7 @@ class ReplicaSettings:
         recovery: How to handle failures.
         batch_options: Size of the global batch, and how it is split among workers.
         revision: Number of times that `reload` or `reset_config` has recreated the operators.
-        config_changes: One dict per call of `update_config` since the operators were last recreated, with the previous
+        config_changes: One dict per call to `update_config` since the operators were last recreated, with the previous
             values of the changed entries.
         callbacks_revision: Number of times that the workers' callbacks were replaced.
 
@@ -124,7 +124,7 @@ class ReplicaSettings:
     callbacks_revision: int = 0
 
     def after(self: SettingsT, num_changes: int) -> SettingsT:
-        """Return the settings as they were after the first `num_changes` config changes; 0 for the original config."""
+        """Return the settings with only the first `num_changes` config changes applied; 0 gives the original config."""
         if num_changes >= len(self.config_changes):
             return self
         config = checks.with_entries(self.config)
@@ -133,7 +133,7 @@ class ReplicaSettings:
         return replace(self, config=config, config_changes=self.config_changes[:num_changes])
 
     def follow(self, others: ReplicaSettings) -> bool:
-        """Return True if an operator built from `others` needs only the config changes since then to match `self`."""
+        """Return True if an operator built from older settings `others` needs only config changes to match `self`."""
         return self.revision == others.revision and len(self.config_changes) >= len(others.config_changes)
 
     def config_for(self, num_workers: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ReplicaSettings:
 
     @property
     def obstacle_of_streams(self) -> str | None:
-        """Reason why these settings do not work with a stream; None if they do."""
+        """Reason why these settings do not support training on a stream; None if they support it."""
         return None if self.batch_options.is_global else STREAMS_NEED
 
 

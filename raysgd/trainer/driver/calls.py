@@ -1,7 +1,8 @@
 """The driver's side of training and validation calls: creates a request for each worker and handles the answers.
 
 While a call runs, listeners are notified of its progress. Afterward, its throughput and time breakdown are available.
-Validation concurrent with training runs on a spare, unless the spare is needed to replace a lost worker.
+Validation that runs concurrently with training uses a spare worker, unless that spare is needed to replace a lost
+worker.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from raysgd.trainer.messages.weight_sums import ComparisonPace
 
 logger = logging.getLogger(__name__)
 
-_OPEN_STEPS_S = 10.0  # the workers are idle at a save, but the machine may be busy
+_OPEN_STEPS_S = 10.0  # seconds to wait: workers are idle during a save, but the machine may be busy
 
 Validation = Callable[[Callable[[], None]], list[EpochAnswer]]
 """Function that validates. It takes a function that it calls repeatedly while it waits."""
@@ -51,13 +52,13 @@ def asked(
     reduce_results: bool = True,
     info: Mapping[str, Any] | None = None,
 ) -> EpochRequest:
-    """Check the arguments of a call, and return the request that is common to all replicas."""
+    """Check a call's arguments, and return the request to send to all replicas."""
     checks.refuse_text(profile=profile, reduce_results=reduce_results)
     return EpochRequest(checks.check_num_steps(num_steps), checks.check_info(info), profile, seed=0)
 
 
 class EpochLeft(Exception):
-    """Raised when a training call has stopped early, on request.
+    """Raised when a training call has stopped early, because the run must pause or end.
 
     Attributes:
         states: Each rank's progress, as a `RunState`. Empty if the call could not stop at a step.
@@ -80,7 +81,7 @@ _INSIDE_A_CALL = (
 
 
 class ProgressListeners:
-    """Polls rank 0 for its progress while a call runs, if there are listeners.
+    """Polls rank 0 for its progress while a call runs, and reports it to listeners. Without listeners, does nothing.
 
     Attributes:
         listeners: Functions that are called about ten times a second, and once after the call has returned.
@@ -92,7 +93,7 @@ class ProgressListeners:
 
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
-        """Add listeners for the duration of the block."""
+        """Add these listeners for the duration of the block."""
         self.listeners += listeners
         try:
             yield
@@ -106,7 +107,7 @@ class ProgressListeners:
         return self._tell_of_now if self.listeners else None
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
-        """Notify listeners that a call has returned."""
+        """Report to listeners that a call has returned."""
         numbers = {
             name: number for name, value in (answer.metrics or {}).items() if (number := as_number(value)) is not None
         }
@@ -115,7 +116,7 @@ class ProgressListeners:
         self.tell(CallProgress(answer.num_steps, answer.num_steps, *epochs, loss, kind, numbers, is_done=True))
 
     def _tell_of_now(self) -> None:
-        """Report rank 0's progress to listeners, if rank 0 responds within a second.
+        """Report rank 0's current progress to listeners, if rank 0 responds within a second.
 
         This is not part of the heartbeat, because reading metrics may wait for the device.
         """
@@ -129,19 +130,19 @@ class ProgressListeners:
             self.tell(progress)
 
     def tell(self, progress: CallProgress) -> None:
-        """Call all listeners. A listener that calls the trainer gets an error."""
+        """Call all listeners. If a listener calls the trainer, the trainer raises an error."""
         with self._controller.turns.closed(_INSIDE_A_CALL):
             for listener in tuple(self.listeners):
                 listener(progress)
 
 
 class StepListener:
-    """Listener that polls all ranks for the metrics of `StepMetrics`, once a second and at the end of a call.
+    """Polls all ranks for the metrics of the last steps, once a second and at the end of a training call.
 
     Args:
         controller: The workers' controller.
-        tell: Function that receives a step that all ranks have reached, and the mean metrics over all ranks since the
-            step that was reported before. No step is reported twice.
+        tell: Called with a step that all ranks have reached, and the mean metrics over all ranks since the previously
+            reported step. No step is reported twice.
     """
 
     def __init__(self, controller: ElasticController, tell: Callable[[int, dict[str, float]], None]) -> None:
@@ -158,7 +159,7 @@ class StepListener:
         self._ask(is_done=True)
 
     def open(self) -> tuple[tuple[int, MetricSummary], ...]:
-        """Return each rank's step, and its measurements since the last mean. Empty if a rank does not respond."""
+        """Return each rank's step, and its metrics since the last reported mean. Empty if a rank does not respond."""
         group = self._controller.ensure_group()
         asked = [group.fetch(rank, open_steps) for rank in range(len(group))]
         try:
@@ -176,7 +177,7 @@ class StepListener:
         asked = [group.fetch(rank, summaries_of_steps, self._last_step) for rank in range(len(group))]
         try:
             told: list[Mapping[int, MetricSummary]] = [each.result(1.0) for each in asked]
-        except Exception as error:  # the next poll asks again, unless the worker is lost
+        except Exception as error:  # the next poll requests these metrics again, unless the worker is lost
             logger.debug("no news of the steps: %s", error)
             told = [{}]
         self._asked_at = time.monotonic()
@@ -195,9 +196,9 @@ class EpochCalls:
         controller: The workers' controller.
         listeners: Listeners for the progress of calls.
         sharing: Shards data over the workers.
-        use_local: Whether rank 0 runs in the driver and calls the listeners itself.
+        use_local: Whether rank 0 runs in the driver, where it calls the listeners between its steps.
         name: Name of the trainer in Ray's metrics.
-        used: Options that warnings must not recommend.
+        used: Trainer options that performance warnings must not recommend, for example because they are already set.
 
     Attributes:
         controller: The workers' controller.
@@ -239,23 +240,24 @@ class EpochCalls:
         sharing: DataSharing | None = None,
         facts: Any = None,
     ) -> Requests:
-        """Return one request for each rank, with its shard of the data if the driver shards it.
+        """Return one request for each rank. If the driver shards the data, each request includes the rank's shard.
 
-        Each attempt creates new requests, because the workers may have changed.
+        Each attempt at a call creates new requests, because the workers may have changed since the last attempt.
 
         Args:
             name: "train" or "validation".
             asked: The request that is common to all replicas.
             dataset: Data to use instead of the registered data, or None.
             worlds: Each rank's position in the group.
-            sharing: Shards data over the group. Default: the trainer's `sharing`.
-            facts: A replica's facts. Default: the current facts of rank 0.
+            sharing: Shards data over the worker group. Default: the trainer's `sharing`.
+            facts: What a replica reported after setup. Default: rank 0's report.
         """
         sharing, facts = sharing or self.sharing, facts or self.controller.facts[0]
         starts_over = asked.starts_over or self._validation_starts_over
         request = replace(asked, seed=facts.seed, starts_over=starts_over)
         requests: Requests = [(request,)] * len(worlds)  # one object, so that the engine pickles it once for all ranks
-        if self._use_local and self.listeners.listeners:  # rank 0 blocks the driver, so it calls them
+        # Rank 0 runs in the driver and blocks it, so rank 0 calls the listeners.
+        if self._use_local and self.listeners.listeners:
             requests[0] = (replace(request, redraw=self.listeners.on_wait),)
         if dataset is not None:
             return sharing.with_data_of_call(requests, name, dataset, worlds)
@@ -288,14 +290,14 @@ class EpochCalls:
             EpochLeft: The call stopped because of `leaves`.
         """
         runner, comparisons, controller = self._runner_cls, self._comparisons, self.controller
-        number = cache(lambda: controller.num_calls)  # fixed at the first attempt
+        number = cache(lambda: controller.num_calls)  # all attempts use the number from the first attempt
         attempts = count(1)
 
         def requests(worlds: Sequence[World]) -> Requests:
             compares = len(worlds) > 1 and (comparisons.is_due or controller.snapshots.is_due_after(call))
             request = replace(asked, compares_ranks=compares, call=number(), attempt=next(attempts))
             found = self.requests("train", request, dataset, worlds)
-            if leaves is not None and controller.ensure_group().is_driver_only:  # it has no monitor
+            if leaves is not None and controller.ensure_group().is_driver_only:  # a single local worker has no monitor
                 found[0] = (replace(found[0][0], redraw=partial(self._between_steps, call)), *found[0][1:])
             if begun is not None:
                 found = [(begun.for_rank(rank, len(worlds)), *each) for rank, each in enumerate(found)]
@@ -305,7 +307,8 @@ class EpochCalls:
             assert {answer.call for answer in answers} == {number()}, "each rank answers the call that it was asked"
             check(answers)
 
-        is_held = dataset is None and controller.facts[0].epoch_obstacle is None  # else the position cannot be saved
+        # Hold the call between two steps only if the position can be saved.
+        is_held = dataset is None and controller.facts[0].epoch_obstacle is None
         call = Call(
             runner.train_epoch if begun is None else runner.resume_left,
             requests,
@@ -338,14 +341,14 @@ class EpochCalls:
         return answers
 
     def _between_steps(self, call: Call) -> None:
-        """Between two steps, do the work of a monitor. Used if the driver is the only worker."""
+        """If the driver is the only worker: between two steps, call listeners and check whether to stop the call."""
         if self.listeners.on_wait is not None:
             self.listeners.on_wait()
         if call.leaves is not None and call.leaves():
             self.controller.hold_to_leave(call)
 
     def _break_off_where(self, leaves: Callable[[], bool]) -> None:
-        """Abort a call that cannot stop at a step if `leaves` returns True. Called while the driver waits."""
+        """Call listeners, and abort the call if `leaves` returns True. For calls that cannot stop between two steps."""
         if leaves():
             raise EpochLeft
         if self.listeners.on_wait is not None:
@@ -376,7 +379,9 @@ class EpochCalls:
         return answers
 
     def validate(self, asked: EpochRequest, dataset: Any) -> list[EpochAnswer]:
-        """Run a validation call. If any rank raises an error, all ranks start the next call from the first batch.
+        """Run a validation call.
+
+        If any rank raises an error, all ranks start the next validation from the first batch.
 
         Args:
             asked: The request that is common to all replicas.
@@ -406,8 +411,8 @@ class EpochCalls:
     ) -> Validation:
         """Reserve a spare for a validation, and return the function that runs the validation.
 
-        The caller must hold the controller's turn during this call, but not while the returned function runs. If no
-        spare is starting, ready or on loan, the training workers validate immediately.
+        The caller must hold the controller's turn (the lock that lets one call run at a time) during this call, but not
+        while the returned function runs. If no spare exists, the training workers validate immediately.
 
         Args:
             asked: The request for the spare.
@@ -433,7 +438,7 @@ class EpochCalls:
         return lambda on_wait: [controller.run_on_spare(loan, self._runner_cls.validate_on_loan, make_args, on_wait)]
 
     def report(self) -> None:
-        """Report the current measurements to Ray's metrics."""
+        """Publish the trainer's status and throughput in Ray's metrics, if due."""
         self._gauges.report(len(self.controller.history.events), self._glance)
 
     def _glance(self) -> TrainerStatus:
@@ -441,19 +446,19 @@ class EpochCalls:
         return self.with_ledger(found)
 
     def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
-        """Return a copy of the status with the ledger."""
+        """Return a copy of the status with the time ledger, which shows how each rank spent its time."""
         self.accounts.note_times({each.rank: each.heartbeat for each in status.workers if each.heartbeat is not None})
         self.accounts.warn()
         return replace(status, ledger=self.accounts.ledger(len(status.workers)))
 
     def stop_reporting(self) -> None:
-        """Remove the trainer from Ray's metrics."""
+        """Stop publishing this trainer in Ray's metrics."""
         self.accounts.note_end()
         self._gauges.report_end()
 
 
 def _tell_what_is_measured(num_samples: int, num_used: int) -> None:
-    """After a failure inside the call, warn if the metrics cover only some of the samples."""
+    """If a failure inside the call lost some samples' metrics, warn that the call's metrics don't cover all samples."""
     if 0 < num_samples < num_used:  # 0: the user's own loop does not count samples
         logger.warning(
             "the metrics of this call cover %s of %s samples: what lost workers had not told the others of their "

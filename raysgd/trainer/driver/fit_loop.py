@@ -132,9 +132,10 @@ class TrainedEpoch:
         number: The epoch's number in the run, starting at 1.
         trained: Result of the training call.
         row: The epoch's row in the run's history.
-        shown: The epoch's row in the trainer's history.
+        shown: The epoch's row in the trainer's history, which also covers calls outside this run.
         handle: Handle of the epoch's validation, if it runs concurrently with training.
-        ended: Functions that add the validation's result to the trainer's history. Empty until the validation ends.
+        ended: Holds the function that adds the validation's result to the trainer's history. Empty until the validation
+            ends.
         is_told: True if callbacks have received the result.
     """
 
@@ -147,19 +148,22 @@ class TrainedEpoch:
     is_told: bool = False
 
     def note(self, add: RecordBeside, result: Any, began_at: float, seconds: float) -> None:
-        """Store the validation's result. Called in the thread of the validation."""
+        """Store the validation's result until the epoch's row is complete.
+
+        Called in the validation's background thread.
+        """
         self.ended.append(partial(add, result, began_at, seconds))
 
 
 @dataclass(frozen=True)
 class TrainerPort:
-    """The parts and functions of a trainer that `FitRun` uses. The trainer creates a new port for each run.
+    """The attributes and methods of a trainer that `FitRun` uses. The trainer creates a new port for each run.
 
     Attributes:
         new_run: Creates the `Run` that callbacks receive.
         history: The trainer's history, with every call.
         calls: Runs calls on the workers, and holds the listeners.
-        once: Remembers which messages have been logged.
+        once: Records which messages have been logged, so that each message is logged once.
         runs_worker_callbacks: True if the workers can call worker callbacks around their steps.
         use_worker_callbacks: Installs exactly the given callbacks in the workers.
         train: Runs a training call: `train(request, dataset=..., of_fit=True)`.
@@ -169,16 +173,18 @@ class TrainerPort:
         after_validation: Steps the schedulers that depend on metrics. Returns True if the state has changed.
         save: Saves the trainer to a file.
         load: Loads a file.
-        note_progress: Stores the run's progress in a detached trainer; None for other trainers.
-        left_file: File in which a detached trainer is saved if it ends after its program has gone; None for other
+        note_progress: Stores the run's progress in a detached trainer, which outlives its program; None for other
+            trainers.
+        left_file: File to which a detached trainer saves itself if it ends after its program has exited; None for other
             trainers.
         leaves_epochs: True if a run can stop inside an epoch.
         epoch_obstacle: Returns the reason why an interrupted epoch must start over, or None if it can continue.
         save_behind: Saves the trainer in the background. Returns None if the file is already complete.
         save_snapshot: Writes a snapshot that the driver holds to a file.
-        place_in: Returns a snapshot's completed epochs and its steps over all epochs.
+        place_in: Returns the number of completed epochs, and of steps over all epochs, in a snapshot.
         settings: Returns the replicas' settings.
-        kept: Progress to continue from in the next process of a detached trainer; otherwise None.
+        kept: If this process reattaches to a detached trainer, the progress that the previous process stored; otherwise
+            None.
         begun: The epoch that the previous run left unfinished, or None.
         note_begun: Stores the epoch that this run left unfinished, for the next run.
     """
@@ -210,10 +216,10 @@ class TrainerPort:
 
 
 class FitRun:
-    """One call of `fit` or `epochs`.
+    """Runs one call to `fit` or `epochs`.
 
     Args:
-        trainer: The parts and functions of the trainer.
+        trainer: The attributes and methods of the trainer that this run uses.
         options: The arguments of the call.
 
     Attributes:
@@ -243,7 +249,7 @@ class FitRun:
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._max_step: int | None = None
         self._pauses: Pauses | None = None
-        self._known_step: int | None = None  # from the previous process, whose call may still be running
+        self._known_step: int | None = None  # step counted by the previous process, whose call may still be running
         self._is_left = False
         self._steps: StepListener | None = None
         self._step_metrics: StepMetrics | None = None
@@ -265,7 +271,10 @@ class FitRun:
         self._newest: str | None = None
 
     def _open_journal(self) -> JournalKeeper | None:
-        """Return the keeper of the run's journal, or None if neither the user nor a callback uses a folder."""
+        """Return the object that writes the run's journal.
+
+        Return None if neither the user nor a callback uses the run's folder.
+        """
         has_folder = self._options.folder is not None or any(map(uses_folder_of_run, self._callbacks))
         if not (has_folder and self._trainer.runs_worker_callbacks):
             return None
@@ -324,7 +333,7 @@ class FitRun:
         return self._epochs()
 
     def _check_pauses(self, pausing: Sequence[Callback]) -> None:
-        """Raise an error if an option needs to pause inside epochs and the workers cannot pause there."""
+        """Raise an error if an option requires pauses inside epochs but the workers cannot pause there."""
         obstacle, trainer, options = self._trainer.epoch_obstacle(), self._trainer, self._options
         if not trainer.leaves_epochs:
             obstacle = f"`{type(self._run.trainer).__name__}` cannot hold its workers inside an epoch"
@@ -378,16 +387,25 @@ class FitRun:
     # ------------------------------------------------------------------------------------------------ stopped early
 
     def _leaves(self) -> bool:
-        """Return True if the run must stop early. Called repeatedly, even during an epoch."""
+        """Return True if a signal or the time limit requires the run to stop early.
+
+        Called repeatedly, even during an epoch.
+        """
         return self._leaving.is_due()
 
     def _expect_end(self) -> None:
-        """Tell the controller not to replace lost workers anymore. Called in the signal handler."""
+        """Tell the controller to stop replacing lost workers, because the run is about to end.
+
+        Called in the signal handler.
+        """
         self._trainer.calls.controller.is_ending = True
 
     @contextmanager
     def _ending_afterwards(self) -> Iterator[None]:
-        """After the block, let the controller replace lost workers again, and store any unfinished epoch."""
+        """After the block, let the controller replace lost workers again.
+
+        Store an unfinished epoch for the next run.
+        """
         self._leaving.begin()
         try:
             yield
@@ -396,7 +414,9 @@ class FitRun:
             self._trainer.note_begun(None if self._is_lost else self._begun)
 
     def _leave(self) -> None:
-        """Call `on_leave`, so that callbacks save the state in which the run stops. After a signal, end the program.
+        """If the run stops early, call `on_leave`, so that callbacks save the current state.
+
+        After a signal, end the program.
 
         Raises:
             Preempted: The program received a signal.
@@ -422,7 +442,7 @@ class FitRun:
             run.stop(leaving.reason)
 
     def _finds_snapshot(self) -> bool:
-        """After a loss of all workers, return True if the driver holds a snapshot newer than the last file."""
+        """After all workers were lost, return True if the driver's last snapshot is newer than the last checkpoint."""
         landed = self._trainer.calls.controller.snapshots.landed
         if landed is None:
             return False
@@ -448,7 +468,7 @@ class FitRun:
                 logger.warning("could not take callbacks out of the workers: %r", error)
 
         with OnFailure(take_out):
-            if self._kept is None:  # otherwise the workers already have them
+            if self._kept is None:  # otherwise the previous process has already installed them
                 use(chosen)
             yield
         use(())
@@ -474,11 +494,15 @@ class FitRun:
         return math.inf if self._run.epochs is None else self._run.epochs
 
     def _epoch_unless_lost(self) -> dict[str, Any] | None:
-        """Train an epoch. Return None if the run stops, or if all workers are lost after a signal to the program."""
+        """Train an epoch.
+
+        Return None if the run stops, or if all workers are lost after the program received a signal.
+        """
         try:
             return self._epoch()
         except (WorkersLostError, CallbackError) as error:
-            lost = error.__cause__ if isinstance(error, CallbackError) else error  # a callback's save may have failed
+            # A callback's save may have failed because workers were lost.
+            lost = error.__cause__ if isinstance(error, CallbackError) else error
             if self._leaving.signal is None or not isinstance(lost, WorkersLostError):
                 raise
             self._is_lost, self._begun = True, None
@@ -508,7 +532,8 @@ class FitRun:
         self._tell_of_events()
         self._saved.clear()
         try:
-            self._finish_validation(waits=False)  # a save then includes a result that has arrived
+            # If the previous epoch's result has arrived, the next save includes it.
+            self._finish_validation(waits=False)
         finally:
             self._calls.tell("on_epoch_trained")
         if self._awaited is not None:
@@ -541,11 +566,14 @@ class FitRun:
         return None
 
     def _asks(self) -> bool:
-        """Return True if the running epoch must pause at its next step."""
+        """Return True if the running epoch must pause at its next step, for example to validate or save."""
         return self._leaves() or (self._pauses is not None and self._pauses.is_due)
 
     def _next_pause(self) -> int | None:
-        """Return the number of batches after which the epoch pauses, or None. Called while the workers are idle."""
+        """Return the number of the epoch's batches after which it pauses, or None.
+
+        Called while the workers are idle.
+        """
         if self._pauses is None:
             return None
         step = self._global_step()
@@ -583,7 +611,10 @@ class FitRun:
 
     @contextmanager
     def _between_epochs(self, begun: BegunEpoch) -> Iterator[None]:
-        """Inside the block, let `run.epoch` count only completed epochs, and `run.step` the batches of the next."""
+        """Inside the block, let `run.epoch` count only completed epochs.
+
+        `run.step` counts the unfinished epoch's batches.
+        """
         run = self._run
         run.epoch, run.step = run.epoch - 1, begun.num_steps
         try:
@@ -592,10 +623,10 @@ class FitRun:
             run.epoch, run.step = run.epoch + 1, 0
 
     def _note_left(self, left: EpochLeft | WorkersLostError) -> None:
-        """Record the position at which an epoch stopped.
+        """Record the step at which an epoch stopped.
 
         Raises:
-            WorkersLostError: The epoch failed, and not because of a signal to the program.
+            WorkersLostError: The epoch failed, and the program has received no signal that would explain it.
         """
         if isinstance(left, WorkersLostError) and self._leaving.signal is None:
             raise left
@@ -612,7 +643,10 @@ class FitRun:
             self._begun = replace(begun, owes_validation=self._owes_validation(begun))
 
     def _owes_validation(self, begun: BegunEpoch) -> bool:
-        """Return True if validation is due where the epoch paused, unless the epoch is over and validated anyway."""
+        """Return True if a validation is due at the step where the epoch paused.
+
+        Return False if the epoch is over and `validation_freq` requires a validation anyway.
+        """
         is_due = self._pauses is not None and self._pauses.validates_at(begun.global_step)
         return is_due and not (begun.is_exhausted and self._is_due(self._run.epoch))
 
@@ -650,14 +684,15 @@ class FitRun:
             epoch.handle = trainer.begin_validation(asked(None), dataset, True, epoch.note)
             self._awaited = epoch
             return
-        whole = replace(asked(None), starts_over=True)  # even if a callback has validated on a few batches
+        # Validate on all data, even if a callback has validated on a few batches.
+        whole = replace(asked(None), starts_over=True)
         with self._noting_lack_of_data():
             trainer.after_validation(epoch.trained, trainer.validate(whole, dataset, of_fit=True))
         self._take_records()
 
     @contextmanager
     def _noting_lack_of_data(self) -> Iterator[None]:
-        """Stop validating from now on if the user's `validate` in the block fails because it needs data."""
+        """If the user's `validate` fails in the block because it has no data, don't validate in the rest of the run."""
         try:
             yield
         except NoDataError as error:
@@ -698,7 +733,7 @@ class FitRun:
             self._calls.tell("on_event", event)
 
     def _tell_of_result(self, epoch: TrainedEpoch) -> None:
-        """Call `on_result` for the last epoch or the epoch before. During the call, `run.epoch` is that epoch."""
+        """Call `on_result` with an epoch's result. During the call, set `run.epoch` to the number of that epoch."""
         run, now = self._run, self._run.epoch
         epoch.is_told, run.epoch, run._last_told = True, epoch.number, epoch.number
         try:
@@ -714,7 +749,7 @@ class FitRun:
         for record in recorded.part(self._seen, recorded.extent).records:
             if record.of_fit:
                 history.add(record, history[-1] if len(history) else None)
-            else:  # made by a callback, or by the program between two epochs
+            else:  # made in a call by a callback, or by the user's loop between two epochs
                 history.records.append(record)
         self._seen = recorded.extent
 
@@ -741,7 +776,8 @@ class FitRun:
         """Save in the background. Write the sidecar first, so that a complete checkpoint always has a sidecar."""
         self._sidecars.write(location, replace(self._sidecar(), open_steps=self._open_steps()))
         write = self._trainer.save_behind(location)
-        step = None if self._journal is None else self._journal.last_step  # the step of the state being written
+        # The step at which the state to write was taken.
+        step = None if self._journal is None else self._journal.last_step
         self._saved.append(location)
 
         def note() -> None:
@@ -754,7 +790,7 @@ class FitRun:
         return SaveBehind(write, note)
 
     def _save_again(self, has_changed: bool) -> None:
-        """Add the previous epoch's late result to the files that were saved before it arrived."""
+        """Add the previous epoch's result to the files that were saved before the result arrived."""
         try:
             for location in self._saved:
                 if has_changed:
@@ -773,7 +809,10 @@ class FitRun:
         return Sidecar(epoch, self.history, states, pending, self._run.epochs, begun, max_step=self._max_step)
 
     def _open_steps(self) -> list[Any] | None:
-        """Return the step and each rank's measurements since the last mean, as plain data. None if unknown."""
+        """Return step metrics not yet passed to loggers, as plain data: the step, and each rank's measurements.
+
+        Return None if the metrics are unknown.
+        """
         found = () if self._steps is None or self._is_lost else self._steps.open()
         return [found[0][0], *summaries_as_data(each for _, each in found)] if found else None
 
@@ -785,7 +824,7 @@ class FitRun:
             note((self._sidecar(), vars(run).get("folder", run._folder), step))
 
     def _resume(self) -> None:
-        if self._kept is not None:  # do not call the workers, which may already be in the next epoch
+        if self._kept is not None:  # don't call the workers, which may already be training the next epoch
             self._take_over(self._kept[0])
             self._run.epoch, self._known_step = self._kept[0].epoch, self._kept[2]
         else:
@@ -817,7 +856,10 @@ class FitRun:
                 )
 
     def _go_on_with_pending(self) -> None:
-        """If the checkpoint was saved before callbacks got its epoch's result, validate if due and call them now."""
+        """If callbacks have not received the result of the loaded checkpoint's last epoch, pass it now.
+
+        If that epoch's validation is due, run it first.
+        """
         history, number = self.history, self._run.epoch
         if self._pending != number or not len(history):
             return
@@ -851,7 +893,7 @@ class FitRun:
             self._trainer.use_worker_callbacks(self._worker_callbacks)
 
     def _continue_inside(self, begun: BegunEpoch) -> None:
-        """Continue the run with the rest of an epoch."""
+        """Continue the run with the rest of an epoch that an earlier run left unfinished."""
         self._begun = begun
         self._run.step, self._run._global_step = begun.num_steps, begun.global_step
 

@@ -54,12 +54,15 @@ class Leaving:
         self._began = self._now()
 
     def note_save(self, seconds: float) -> None:
-        """Record the duration of a save. Time for two of the slowest saves is reserved."""
+        """Record the duration of a save.
+
+        The run stops early enough before `max_time` for two saves as slow as the slowest so far.
+        """
         self._slowest_save_s = max(seconds, self._slowest_save_s or 0.0)
 
     @property
     def may_come(self) -> bool:
-        """True if a time limit or a signal can stop the run."""
+        """True if a time limit or a signal could stop the run early."""
         return self._max_s is not None or bool(self._before)
 
     def is_due(self) -> bool:
@@ -85,7 +88,7 @@ class Leaving:
 
     @contextmanager
     def listening(self, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Handle signals inside the block, if this process can, and restore the old handlers afterward.
+        """Handle signals inside the block, if this thread may handle them, and restore the old handlers afterward.
 
         Args:
             tell: Called by the signal handler. It may only set flags, because it can interrupt the program anywhere.
@@ -104,7 +107,7 @@ class Leaving:
             yield
         finally:
             for noted, before in self._before.items():
-                if signal.getsignal(noted) == self._note:  # otherwise the program has set a handler
+                if signal.getsignal(noted) == self._note:  # otherwise the user's program has set a handler meanwhile
                     signal.signal(noted, before)
 
     def _note(self, number: int, frame: Any) -> None:
@@ -125,7 +128,7 @@ class Leaving:
         return Preempted(self.signal, checkpoint)
 
     def end_program(self, checkpoint: str | None) -> NoReturn:
-        """Call the program's own handler for the signal, then raise `error`."""
+        """Call the handler that the user's program set for the signal, then raise the exception from `error`."""
         assert self.signal is not None, "a signal came"
         handler = self._before.get(self.signal)
         if callable(handler) and not (getattr(handler, "__module__", None) or "").startswith("ray."):
@@ -134,7 +137,7 @@ class Leaving:
 
 
 def _obstacle() -> str | None:
-    """Return where this code runs if signals cannot be handled there, otherwise None."""
+    """If this code cannot handle signals, describe where it runs, such as a second thread; otherwise return None."""
     if threading.current_thread() is not threading.main_thread():
         return "another thread than the main one"
     ray = sys.modules.get("ray")

@@ -46,14 +46,15 @@ def make_controller(
         connection: Connects each worker with the other workers of its group.
         reservation_timeout_s: Seconds to wait until Ray has reserved the workers' resources.
         keeps_survivors: Whether the framework lets the survivors of a failure continue with their current state.
-        renews_survivors: Whether survivors can at least restore a snapshot without a new process.
+        renews_survivors: Whether survivors that cannot continue can at least restore a snapshot in the same process.
     """
     is_wanted = settings.recovery.in_place and not settings.is_driver_only
     continues = is_wanted and keeps_survivors
     recovery = settings.recovery
     every_s, operator_cls = recovery.snapshot_every_s, make_replica.settings.training_operator_cls
     if settings.use_local and every_s == "auto":
-        every_s = 0.0  # the user can change a local operator between calls without the library noticing
+        # The user can change a local operator between calls unnoticed, so take a snapshot after each call.
+        every_s = 0.0
     num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
     group = GroupSpec(
         connection=connection,

@@ -22,7 +22,10 @@ class Pauses:
         self._began_at = 0
 
     def next_after(self, step: int) -> int | None:
-        """Return the step of the next pause after `step`, or None. Call this when all work due at `step` is done."""
+        """Return the step of the next pause after `step`, or None.
+
+        Call this when all validations and saves due at `step` are done.
+        """
         self._began_at, every = step, self._validate_every
         wanted = [each._pause_at(step) for each in self.callbacks]
         wanted += [None if every is None else (step // every + 1) * every, self._last_step]
@@ -30,7 +33,7 @@ class Pauses:
 
     @property
     def is_due(self) -> bool:
-        """True if the run must pause at the next step. Checked repeatedly while an epoch runs."""
+        """True if a callback asks for a pause at the next step. Checked repeatedly while an epoch runs."""
         return any(each._pauses_now() for each in self.callbacks)
 
     def validates_at(self, step: int) -> bool:

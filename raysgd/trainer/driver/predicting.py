@@ -1,7 +1,8 @@
 """`predict` in the driver: distributes batches to the workers in rounds, and returns the outputs in row order.
 
-A round is a call without side effects. If a worker dies during a round, the round is redistributed over the other
-workers and repeated, so no row is lost or duplicated. ADR 79 explains why there are rounds.
+A round is one call to all workers, which predict some batches each. If a worker dies during a round, its batches are
+redistributed over the other workers and the round is repeated. Rounds have no side effects, so no row is lost or
+duplicated. ADR 79 explains why predictions run in rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LARGE_BYTES = 2**16
 
 
 def usual_batch_size(settings: ReplicaSettings, num_workers: int) -> Any:
-    """Return the batch size that the config sets for one worker, in rows, or the default batch size."""
+    """Return the number of rows in one worker's batch: from the config if it sets a batch size, otherwise a default."""
     options = settings.batch_options
     config = options.config_for(settings.config, num_workers)
     return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
@@ -56,7 +57,7 @@ def next_round_size(size: int, seconds: float, num_bytes: int, num_batches: int,
 
 
 class PredictionRounds:
-    """Runs one prediction in rounds.
+    """Runs one prediction in rounds. In each round, every worker predicts some of the batches.
 
     Args:
         controller: Runs calls on the workers.
@@ -65,9 +66,9 @@ class PredictionRounds:
         info: The user's entries for the `batch_info` of `predict_batch`.
         has_target: Whether tuple batches end with a target; None to decide by the data.
         max_retries: How many times to repeat a round after a failure.
-        place: Puts a value for a rank into Ray's object store, unless the rank runs in the driver. Returns the argument
-            to send.
-        listeners: Receive the progress after each round.
+        place: Called with a rank and a value for it. Puts the value into Ray's object store, unless the rank runs in
+            the driver. Returns the argument to send.
+        listeners: Listeners that are notified of the progress after each round.
     """
 
     def __init__(
@@ -115,9 +116,9 @@ class PredictionRounds:
         self._listeners.tell(CallProgress(self._num_done, total, 0, None, None, "predict", is_done=is_done))
 
     def _requests(self, pieces: Sequence[Any], worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return a request for each rank. A new group also receives the data that all ranks need."""
+        """Return a request for each rank. If the group is new, include the data that every rank needs."""
         is_new, self._worlds = worlds is not self._worlds, worlds
-        has_share = is_new and self._source.share is not None  # data that all ranks need, stored once
+        has_share = is_new and self._source.share is not None  # data that all ranks need is stored once
         shares = placed_once(self._place, [self._source.share] * len(worlds)) if has_share else None
         requests, first = [], 0
         is_last = self._num_done + len(pieces) == self._source.num_batches

@@ -34,7 +34,7 @@ class FileSaves:
     """Writes the files of a trainer.
 
     Args:
-        controller: The workers' controller. Its snapshots store the name of the last file.
+        controller: The workers' controller. Its snapshots record the name of the file that was written last.
         writer: Writes files in a background thread.
 
     Attributes:
@@ -63,7 +63,7 @@ class FileSaves:
             newest: The state to save.
             content: Creates the file's content from the state. If the state is already in the driver, `content` is
                 called immediately, so that its errors are raised here.
-            owner: The trainer. It is kept alive while the state is still in its workers.
+            owner: The trainer. A reference keeps it alive while the state is still in its workers.
         """
         known = None if newest.landed is None else content(newest.landed)
         kept_alive = newest if known is not None else (newest, owner)
@@ -76,19 +76,22 @@ class FileSaves:
         self._newest = ref(newest)
 
     def await_states(self) -> None:
-        """Wait until all states to be written have arrived in the driver. Call this before stopping the workers."""
+        """Wait until the driver has received all states that are yet to be written.
+
+        Call this before stopping the workers.
+        """
         newest = self._newest()
         if newest is not None:
             with suppress(TimeoutError, WorkersLostError):  # the background writer reports the error
                 newest.result(_END_S)
 
     def note_file(self, shown: str) -> None:
-        """Record the name of the last file that holds the trainer's state, or a part of it."""
+        """Record the name of the file to which the trainer's state, or a part of the state, was last written."""
         self._snapshots.last_file = shown
 
     def _write(self, kept_alive: Any, path: str, content: Content) -> None:
         state, write = content
-        write(path, state)  # `state` is a view of the snapshot, which `kept_alive` holds
+        write(path, state)  # `state` is a view of the snapshot, which `kept_alive` keeps in memory
         self.note_file(files.shown(path))
 
 
@@ -106,7 +109,8 @@ def load_into_all(
         restore: Replica method that restores the state.
         state: The state that all ranks share, or a `SharedValue` with a copy in Ray's object store.
         rank_states: Each rank's own state.
-        is_complete: Whether this is the whole state. A recovery then starts from it, without fetching a snapshot.
+        is_complete: Whether the state and the rank states are the whole training state. A recovery then starts from
+            this state, without fetching a snapshot.
     """
 
     def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
@@ -138,7 +142,7 @@ def load_snapshot_into_all(controller: ElasticController, restore: Callable[...,
 
 
 class KeptTrainer:
-    """Records changes of a detached trainer, and restores them in the trainer of the next process.
+    """Records a detached trainer's changes, and restores them in the next process that attaches to it.
 
     Args:
         trainer: A class-based trainer.
@@ -167,7 +171,7 @@ class KeptTrainer:
         return {name: cloudpickle.dumps(value) for name, value in found.items()}
 
     def take_over(self, kept: Mapping[str, bytes]) -> None:
-        """Restore the stored entries in the trainer."""
+        """Restore a previous process's stored entries, such as history and settings, in the trainer."""
         trainer = self._trainer
         self._keeper.num_calls, events, last_file, places, accounts = pickle.loads(kept["state"])
         trainer._calls.accounts.take_over(accounts)
@@ -188,7 +192,7 @@ class KeptTrainer:
             trainer._fit_progress = progress
 
     def leave_call(self, *, is_interrupted: bool) -> None:
-        """Abandon the call that the previous process was running, so that the next call is a new call.
+        """Abandon the call that the previous process left running, so that the next call does not continue it.
 
         Workers that are still running the abandoned call finish it, unless Ctrl-C ended it.
         """
@@ -201,5 +205,5 @@ class KeptTrainer:
 
 
 def _told_since(accounts: Accounts, before: Mapping[int, float]) -> float:
-    """Return the seconds in training calls since `before`: the maximum over the ranks."""
+    """Return how many seconds ranks spent in training calls since the totals `before`: the maximum over ranks."""
     return max((seconds - before.get(rank, 0.0) for rank, seconds in accounts.in_calls().items()), default=0.0)

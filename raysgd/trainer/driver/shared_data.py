@@ -22,7 +22,8 @@ Requests = list[tuple[Any, ...]]
 def place_share(use_local: bool, rank: int, share: Any) -> Any:
     """Put a rank's shard into Ray's object store and return the reference to send.
 
-    The reference must be a separate argument of the call, so that Ray tracks who holds the shard.
+    The reference must be passed as an argument of its own, not inside another object. Otherwise Ray cannot track which
+    processes use the shard.
 
     Args:
         use_local: Whether rank 0 runs in the driver. Its shard is then returned unchanged.
@@ -49,7 +50,7 @@ class _Division:
 
 
 class DataSharing:
-    """Adds each worker's shard of the data to its request. While calls succeed, a group receives its shards only once.
+    """Adds each worker's shard of the data to its request. A group receives its shards only once, until a call fails.
 
     Workers keep their shards and their positions in them. A failed call may leave workers at different positions, so
     the workers receive new shards after it.
@@ -109,22 +110,23 @@ class DataSharing:
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
 
     def note_place(self, name: str, dataset: Any, place: DataPosition | None) -> None:
-        """Record the position where a call stopped, for the next call with the same object."""
+        """Record the position at which a call stopped in its dataset, for the next call with the same dataset."""
         self._places[name] = identity(dataset), place
 
     def places_to_keep(self) -> dict[str, tuple[str, DataPosition | None]]:
-        """Return the positions where calls stopped, for another process that continues this trainer.
+        """Return the positions at which calls stopped in their datasets, for a process that continues this trainer.
 
-        Includes only data that a driver sent to this process, because only that data has a token to recognize it by.
+        Only data that a driver sent to this process is included, because only such data has a token by which the later
+        process can recognize it.
         """
         return {name: (token, place) for name, (token, place) in self._places.items() if isinstance(token, str)}
 
     def take_over(self, kept: Mapping[str, tuple[str, DataPosition | None]]) -> None:
-        """Continue from positions that another process has stored."""
+        """Continue datasets from the positions that another process has stored."""
         self._places = {name: (sys.intern(token), place) for name, (token, place) in kept.items()}
 
     def follow(self, config: Mapping[str, Any]) -> None:
-        """Use a changed config. Data that a user's creator function builds from the config is sharded again."""
+        """Use a changed config. The next call shards data again if a creator function builds it from the config."""
         self._config = config
         self._divisions = {name: each for name, each in self._divisions.items() if each.kind != "creator"}
 
@@ -140,7 +142,10 @@ class DataSharing:
         return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
 
     def _shares(self, name: str, given: Any, data: CallData, worlds: Sequence[World]) -> tuple[str, Sequence[CallData]]:
-        """Return the shards' key, and the shards by rank. The shards are empty if the workers already have them."""
+        """Return the shards' key, and the shards by rank.
+
+        If the workers already have the shards, the shards returned are empty.
+        """
         known = self._divisions.get(name)
         if known is not None and known.data is identity(given) and known.worlds is worlds:
             return known.key, ()
@@ -152,8 +157,9 @@ class DataSharing:
 
 
 def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
-    """Return, for each rank, the argument that sends a common value. All ranks outside the driver share one copy."""
+    """Return the argument for each rank that sends the same value to all. Ranks outside the driver share one copy."""
     share, num_others = shares[0], len(shares) - 1
     first = place(0, share)
-    is_local = first is share  # rank 0 runs in the driver and nothing was stored, so the other ranks need a copy
+    # If rank 0 runs in the driver, its value was not put into Ray's object store, so the other ranks need a copy.
+    is_local = first is share
     return [first, *[place(1, share) if is_local and num_others else first] * num_others]

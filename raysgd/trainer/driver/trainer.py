@@ -1,8 +1,8 @@
 """`ClassTrainer`: the common base class of both class-based front ends.
 
 It runs epochs, predictions and functions on all operators, and shuts down the workers. It can also change the config,
-the operator class or the state of live workers without starting new processes. Workers that start later receive the
-same change. If a change fails, it is rolled back.
+the operator class or the state in running workers without starting new processes. Workers that start later receive the
+same change. If a change fails on one worker, it is rolled back on all.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
     AnyOperatorT = TypeVar("AnyOperatorT", default=Any)
 else:
-    from typing import TypeVar  # without a default, before Python 3.13
+    from typing import TypeVar  # does not support `default` before Python 3.13
 
     AnyOperatorT = TypeVar("AnyOperatorT")
 
@@ -80,7 +80,10 @@ logger = logging.getLogger(__name__)
 
 @hide_library_frames
 class ClassTrainer(ABC, Generic[AnyOperatorT]):
-    """The driver's handle to the replicas of an operator. Each replica has the attribute `operator`."""
+    """The driver's handle to an operator's replicas, one per worker.
+
+    Each replica holds the operator's instance in its attribute `operator`.
+    """
 
     training_operator_cls: type[AnyOperatorT]
     initialization_hook: Callable[[], Any] | None
@@ -145,7 +148,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _make_connection(self) -> Connection:
-        """Return the connection that joins the workers."""
+        """Return the framework's connection, which joins the workers into a group that can communicate."""
 
     @property
     def _renews_survivors(self) -> bool:
@@ -155,12 +158,12 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     @property
     @abstractmethod
     def _reservation_timeout_s(self) -> float:
-        """Seconds to wait for resources."""
+        """Seconds to wait until Ray has reserved the workers' resources."""
 
     @property
     @abstractmethod
     def _keeps_survivors(self) -> bool:
-        """True if the framework lets the survivors of a failure continue."""
+        """True if the framework lets the survivors of a failure continue with their current state."""
 
     @abstractmethod
     def _check_dataset(self, dataset: Any, training: bool, name: str = "dataset") -> None:
@@ -182,14 +185,14 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """Raise an error if the workers' answers disagree. After training, this runs before the call is committed."""
 
     def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> bool:
-        """Step the schedulers that depend on metrics, after `fit` has validated. Return True if there were any."""
+        """After `fit` has validated, step the schedulers that depend on metrics. Return True if any schedulers do."""
         return False
 
     _merged: Callable[[Sequence[EpochAnswer], bool], Any] = staticmethod(merged)
     """Function that merges the answers of the workers into the result of a call."""
 
     def _settings_to_send(self, settings: Any) -> ReplicaSettings:
-        """Return the settings in a form that can be sent to other processes."""
+        """Return the settings in a picklable form that can be sent to other processes."""
         return settings
 
     def _take_settings(self, settings: ReplicaSettings) -> None:
@@ -199,10 +202,11 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         self._replicas.settings = self._settings_to_send(settings)
         show_options(self, settings)
         if is_other and self._controller.group is not None:
-            self._controller.group.standby.kill_all()  # otherwise spares get the changes when they step in
+            # With the same revision, spares apply the changes when they join the group.
+            self._controller.group.standby.kill_all()
 
     def _make_controller(self) -> ElasticController:
-        """Return a controller for the trainer's arguments."""
+        """Return the controller that manages the workers for the trainer's arguments."""
         self._replicas.settings = self._settings_to_send(self._settings)
         return make_controller(
             self._group_settings,
@@ -214,7 +218,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         )
 
     def _begin(self, controller: ElasticController) -> None:
-        """Start the workers. They end when the trainer is freed, even without a call of `shutdown`."""
+        """Start the workers. They end when the trainer is garbage-collected, even if `shutdown` is never called."""
         self._controller = controller
         self._listeners = ProgressListeners(controller)
         self._recorder = CallRecorder(controller.history.events)
@@ -236,16 +240,20 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         controller.observe_with(self._calls.report)
 
     def _used_options(self) -> list[str]:
-        """Return the options that the ledger must not recommend, because they are already set or cannot help."""
+        """Return options that the time ledger must not recommend to the user: they are already set, or cannot help."""
         recovery = self._settings.recovery
         used = {
             "spare_workers": self._group_settings.spare_workers > 0,
-            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,  # off, so there is no interval to raise
+            # Off, so the ledger must not recommend a longer interval.
+            "snapshot_every_n_steps": recovery.snapshot_every_n_steps is None,
         }
         return [name for name, is_used in used.items() if is_used]
 
     def _kept_by(self, keeper: Keeper, note_fit: NoteProgress) -> KeptTrainer:
-        """Return an object that records changes, so that a detached trainer can continue in a new process."""
+        """Return an object that records this trainer's changes.
+
+        A detached trainer continues in a new process from these records.
+        """
         self._note_fit = note_fit
         return KeptTrainer(self, keeper)
 
@@ -434,8 +442,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
     ) -> Any:
         """Evaluate on the validation data, using every sample once.
 
-        The arguments and the result are the same as for `train`, except that the result has no `epoch`. With the
-        creator functions of `TFTrainer`, the result has `validation_<name>` for each metric of the model.
+        The arguments and the result are as in `train`, except that the result has no `epoch`. With the creator
+        functions of `TFTrainer`, the result has `validation_<name>` for each metric of the model.
 
         With `blocking=False`, one of the trainer's `spare_workers` validates the weights and the config that earlier
         calls produced, even if later calls change them. Training waits only until the state is copied. Without spares,
@@ -474,7 +482,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return self._merged(answers, reduce_results)
 
     def _after_evaluation(self) -> None:
-        """Record changes that an evaluation made in the training workers."""
+        """Record that an evaluation may have changed custom state in the training workers."""
 
     @property
     def _validates_beside(self) -> bool:
@@ -506,7 +514,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             dataset: Data to use instead of the registered data, or None.
             reduce_results: Whether to merge the metrics.
             note: Function of `fit` that receives the result, in a background thread. Its first argument is the function
-                that adds the result to the history; the others are the arguments for that function. None adds the
+                that adds the result to the history; the others are the arguments for that function. Default: add the
                 result to the history immediately.
         """
 
@@ -547,7 +555,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _place_in(self, snapshot: Snapshot) -> tuple[int, int]:
-        """Return the completed epochs of a snapshot that the driver holds, and its batches over all epochs."""
+        """Return how many epochs, and batches over all epochs, were trained before a snapshot that the driver holds."""
 
     @checks.answer_mistakes("`trainer.fit(5)` for 5 epochs")
     def fit(
@@ -681,7 +689,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             validates_beside=lambda: self._validates_beside,
             begin_validation=self._begin_validation,
             after_validation=self._after_validation,
-            save=lambda path: self.save(path),  # looked up late: `raysgd.testing` may replace it
+            save=lambda path: self.save(path),  # look up `save` when called: `raysgd.testing` may replace it
             load=lambda path: self.load(path),
             note_progress=self._note_fit,
             left_file=self._left_file,
@@ -711,7 +719,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def history(self) -> History:
-        """The trainer's history: all calls of `train`, `validate` and `test` so far, and all events of the workers."""
+        """The trainer's history: all `train`, `validate` and `test` calls, and all losses and additions of workers."""
         return self._recorder.history
 
     def _use_worker_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
@@ -720,21 +728,21 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         revision = self._settings.callbacks_revision + 1
         with self._controller.turns.take_turn():
             self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
-            if self._controller.group is not None:  # otherwise workers get them when they start
+            if self._controller.group is not None:  # otherwise workers get the callbacks when they start
                 self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
 
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """Run a method of the replica on all workers. `options` are passed to `Call`."""
+        """Call a function with the replica on all workers. `options` are passed to the engine's `Call`."""
         return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
 
     @property
     @abstractmethod
     def _call_data_of(self) -> Callable[[Any, Mapping[str, Any]], CallData | None]:
-        """Function that takes a call's data and a worker's config, and determines who shards the data."""
+        """Function that takes a call's data and one worker's config, and returns how the data is sharded."""
 
     @abstractmethod
     def _to_predict(self, data: Any, asked: BatchRequest) -> tuple[PredictionSource, Container]:
-        """Return the source of the batches and the container for the predictions."""
+        """Return the source of the batches to predict, and the container that collects the predictions."""
 
     def predict(
         self,
@@ -831,7 +839,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         self._begin_again(replace(self._settings, config=self._checked_config(config)))
 
     def _begin_again(self, settings: ReplicaSettings) -> None:
-        with self._controller.turns.take_turn():  # earlier calls still use the old settings
+        with self._controller.turns.take_turn():  # wait for earlier calls, which still use the old settings
             self._take_settings(replace(settings, revision=settings.revision + 1, config_changes=()))
             self._calls.sharing = self._new_sharing()
             with _naming_config_entries(settings.config):
@@ -859,7 +867,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             with _naming_config_entries(settings.config):
                 options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
                 answers = self._on_all(self._runner_cls.change_config, self._settings_to_send(settings), **options)
-            self._take_settings(settings)  # only now: the call itself reaches workers that start meanwhile
+            # Only now, because the call itself also reaches workers that start while it runs.
+            self._take_settings(settings)
             self._calls.sharing.follow(settings.config)
         if answers[0]:
             logger.warning(
@@ -883,7 +892,8 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                     f"`update_config({name}=...)`: the config has no `{name}`.{guess} "
                     f"It has {', '.join(f'`{each}`' for each in config) or 'no entries'}."
                 )
-        before = {name: self._replicas.settings.config[name] for name in changes}  # in a form that can be sent
+        # Values from `_replicas` are picklable.
+        before = {name: self._replicas.settings.config[name] for name in changes}
         return replace(
             self._settings,
             config=self._checked_config(checks.with_entries(config, changes)),
@@ -923,12 +933,12 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             self._newest_snapshot()  # starts the transfer; `snapshot()` below waits for it
         edited = self._prepared(settings)
         if not self._group_settings.is_driver_only:
-            self._controller.snapshot()  # of the state from calls with the old class
+            self._controller.snapshot()  # take a snapshot of the state from calls with the old class
         with self._adopted(settings):
             options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
             finish = partial(self._on_all, self._runner_cls.finish_reload, revision, edited, **options)
             facts = finish()
-            if None in facts:  # the group has changed, and new workers have not prepared: restart all
+            if None in facts:  # workers that joined meanwhile have not prepared the new operator: restart all
                 self._controller.kill_group()
                 self._controller.ensure_group()
                 facts = finish()
@@ -940,7 +950,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         """Raise an error if this is not an operator class, or if the workers cannot hold a second operator."""
 
     def _prepared(self, settings: ReplicaSettings) -> Any:
-        """Create an operator of the new class in all workers. Return the hyperparameters that the new class changes."""
+        """Create an operator of the new class in all workers. Return the hyperparameters that the class changes."""
         with OnFailure(self._drop_prepared):
             answers = self._on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
             for name in ("train_data", "validation_data"):
@@ -989,15 +999,15 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @contextmanager
     def _adopted(self, settings: ReplicaSettings) -> Iterator[None]:
-        """Use these settings for workers that start later. Restore the old settings if the block fails."""
+        """Use these settings for workers that start later. If the block raises an error, restore the old settings."""
         before = self._settings
         self._take_settings(settings)
         with OnFailure(partial(self._take_settings, before)):
             yield
 
     def _renew(self) -> None:
-        """Create new operators from the current settings."""
-        if self.backend == "horovod":  # its initialization of a process cannot be undone
+        """Replace the operators in all workers with new operators built from the current settings."""
+        if self.backend == "horovod":  # Horovod can be initialized only once per process
             self._controller.restart()
         else:
             self._controller.renew(self._runner_cls.renew, self._replicas.settings)
@@ -1114,19 +1124,28 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         return ", ".join([*told, self.backend, *readable.failures(self.history.events)])
 
     def _snapshot(self) -> Snapshot:
-        """Return the current state. With a local operator, always copy it: users can change it without a call."""
+        """Return a snapshot of the current state.
+
+        Always copy a local operator's state, which users can change directly.
+        """
         if self.use_local:
             self._controller.snapshots.touch()
         return self._controller.snapshot()
 
     def _newest_snapshot(self) -> NewestSnapshot:
-        """Return the current state once it is copied. Its transfer to the driver may still be in progress."""
+        """Return a handle to the current state once workers have copied it.
+
+        The transfer to the driver may be in progress.
+        """
         if self.use_local:
             self._controller.snapshots.touch()
         return self._controller.newest_snapshot()
 
     def _shared_snapshot(self) -> Snapshot:
-        """Return a snapshot of the current shared state. To avoid a copy, its random states may be slightly older."""
+        """Return a snapshot of the current shared state.
+
+        The random states may be slightly older, which avoids a copy.
+        """
         landed = self._controller.landed_snapshot() if not self.use_local else None
         return self._snapshot() if landed is None else landed
 
@@ -1151,12 +1170,12 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def worker_group(self) -> Any:
-        """The running worker group, restarted if it had ended. Raises `RuntimeError` after `shutdown`."""
+        """The running worker group, started again if it has ended. Raises `RuntimeError` after `shutdown`."""
         return self._controller.ensure_group()
 
     @property
     def _facts(self) -> Any:
-        """Facts that rank 0 reported after `setup`. All ranks report the same facts, except about data."""
+        """What rank 0 reported after `setup`, such as the number of models. Only data may differ on other ranks."""
         return self._controller.facts[0]
 
     @property
@@ -1191,7 +1210,7 @@ def _naming_config_entries(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _abandon(controller: ElasticController, background: BackgroundCalls) -> None:
-    """Stop a trainer that was never shut down, when it is garbage-collected or the program ends."""
+    """Stop a trainer that the user never shut down. Called when it is garbage-collected or the program ends."""
     controller.stop(force=True)
     background.await_end()
 
@@ -1209,7 +1228,7 @@ def _send_by_value(operator_cls: type[Any]) -> None:
 
 
 def show_options(trainer: object, *settings: Any) -> None:
-    """Set every option as an attribute of the trainer, except attributes that the trainer's class defines."""
+    """Set every option as an attribute of the trainer, unless the trainer's class has an attribute of that name."""
     for each in settings:
         names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
         vars(trainer).update({name: getattr(each, name) for name in names})

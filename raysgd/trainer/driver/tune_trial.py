@@ -1,4 +1,4 @@
-"""One trial of Ray Tune, independent of the front end that trains in it.
+"""One Ray Tune trial, implemented once for all front ends.
 
 Only this module knows which methods Ray Tune calls, in which order, and what they must return. Front ends implement
 `TuneTrial`, or derive from the class that `trainer_trainable` returns. `ray.tune` is imported inside functions.
@@ -160,7 +160,7 @@ def make_trainable(
             return reservation(bundles_of(dict(config)), strategy)
 
         def __repr__(self) -> str:
-            return name  # this names the actor in the log
+            return name  # Ray shows this name for the actor in its log
 
     TrialTrainable.__name__ = TrialTrainable.__qualname__ = name
     return TrialTrainable
@@ -254,7 +254,10 @@ def has_changed(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a form of a value that compares equal after a JSON round trip. Objects are compared by their pickles."""
+    """Return a JSON-like form of a config value to compare with a stored value.
+
+    Objects become a hash of their pickle.
+    """
     if isinstance(value, Mapping):
         return {str(key): _comparable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -265,7 +268,7 @@ def _comparable(value: Any) -> Any:
     try:
         return hashlib.sha256(packed_bytes("The config", value)).hexdigest()
     except UnpicklableError:
-        return math.nan  # not equal to anything, so the config counts as changed
+        return math.nan  # NaN equals nothing, so the config counts as changed
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Progress of an epoch that a run left at a step, and each rank's metrics up to that step. No I/O."""
+"""`BegunEpoch`: progress of an epoch that a run left unfinished, and each rank's metrics so far. No I/O."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class BegunEpoch:
         lost: Metrics of ranks that were lost before the run left the epoch.
         seconds: Training time of the epoch so far.
         global_step: Number of batches that each worker has trained on over all epochs.
-        is_exhausted: True if all batches are done, but not the work after the last batch.
+        is_exhausted: True if all batches are done, but user code after the last batch may still have to run.
         owes_validation: True if a validation is due at this step but has not run.
-        objects: Names of metric objects. Only the processes that measured them hold their values.
+        objects: Names of metrics that are objects, such as torchmetrics metrics. Their values exist only in the
+            processes that measured them.
     """
 
     num_steps: int
@@ -52,7 +53,7 @@ class BegunEpoch:
         return BegunEpoch(first.num_steps, first.epoch_idx, by_rank, lost, is_exhausted=first.is_exhausted, **more)
 
     def for_rank(self, rank: int, num_ranks: int) -> BegunEpoch:
-        """Return a copy with only the metrics that rank `rank` of a new group of any size takes over."""
+        """Return a copy with only the old ranks' metrics that rank `rank` of a new group takes over."""
         return replace(self, by_rank=self.by_rank[rank::num_ranks])
 
     def as_data(self) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def summaries_from_data(data: Iterable[Mapping[str, Any]]) -> tuple[MetricSummar
 
 
 def _without_objects(metrics: MetricSummary | None) -> MetricSummary:
-    """Return a copy without metric objects, which a checkpoint's sidecar cannot hold."""
+    """Return a copy of a rank's metrics without metric objects, which cannot be stored as JSON."""
     if metrics is None:
         return MetricSummary()
     return MetricSummary(

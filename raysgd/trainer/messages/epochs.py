@@ -21,21 +21,23 @@ VALIDATES = "validates"
 
 @dataclass(frozen=True)
 class EpochRequest:
-    """The request of one `train` or `validate` call to one worker.
+    """What the driver asks of one worker in one `train` or `validate` call.
 
     Attributes:
         num_steps: Maximum number of steps; None for no limit.
         info: The caller's `info` for the operator.
-        profile: True to return timers.
+        profile: True to return how long each phase took.
         seed: Seed for the order of the data.
         shard_key: Key of data that replaces the registered data, or None.
         redraw: Called by a replica in the driver between steps, about ten times a second, to show progress.
-        starts_over: True to start an evaluation from the first batch, wherever the last call stopped.
+        starts_over: True to start an evaluation from the first batch, even if the last call stopped inside the data.
         compares_ranks: True to return checksums of the weights.
-        call: Number of the training call. A replica continues unfinished work only in the call that began it.
-        attempt: Number of the attempt at the call, starting at 1. Each group that trains in the call makes one attempt.
+        call: Number of the training call. A replica continues an unfinished call only if the request has the same
+            number.
+        attempt: Number of the attempt at the call, starting at 1. When the group changes during the call, the new group
+            starts the next attempt.
         hold_at: Number of batches after which all ranks pause a training call; None for no pause.
-        is_inside: True for a validation inside an epoch. It must not affect the random numbers and metrics of the rest
+        is_inside: True for a validation inside an epoch, which must not affect random numbers and metrics in the rest
             of the epoch.
     """
 
@@ -57,7 +59,7 @@ class EpochRequest:
 class EpochAnswer:
     """A worker's answer to an `EpochRequest`.
 
-    Numbers of samples are 0 if unknown.
+    Sample counts are 0 if unknown.
 
     Attributes:
         metrics: Metrics of the call, or None if the operator did not return a mapping.
@@ -65,10 +67,11 @@ class EpochAnswer:
         num_steps: Number of batches that were drawn.
         epoch_idx: Index of the pass in which a training call began, or of the last pass before an evaluation.
         heartbeat: Final heartbeat of a training call.
-        place: Position in data that was passed to this call.
-        joint_work: Record of the operations that must be the same on all ranks, if recorded.
+        place: Position at which the call stopped, if data was passed to it.
+        joint_work: Record of the operations, such as all-reduces, that must be the same on all ranks. None if not
+            recorded.
         weight_sums: Checksums of the weights, if requested.
-        num_inherited: Number of samples in the metrics that came from lost workers.
+        num_inherited: Number of samples whose metrics came from lost workers.
         num_used: Number of samples that all ranks together have trained on in the call, or in its last pass.
         call: Number of the training call that this answers.
     """
@@ -118,7 +121,8 @@ def _own_result(answer: EpochAnswer) -> Any:
 def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments to call a user's override with: the iterator, and the arguments in `named` that it accepts.
 
-    In the signature of the old library, `info` is the second positional argument, under any name.
+    Overrides written for the old library (`ray.util.sgd`) take `info` as the second positional argument, under any
+    name.
     """
     parameters = _parameters(method)[1:]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -143,10 +147,10 @@ def accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> tuple[l
 
 
 def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Adapt a user's override to a function that takes a batch and its info.
+    """Wrap a user's override in a function that takes a batch and its info.
 
     Besides the batch, the override may take `batch_info`, even as a keyword-only argument; `batch_idx`, as in the guide
-    of the old library; both; or neither. A second argument with any other name receives the info.
+    of the old library (`ray.util.sgd`); both; or neither. A second argument with any other name receives the info.
     """
     parameters = _parameters(method)
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:

@@ -1,4 +1,4 @@
-"""Facts about a replica after its setup."""
+"""`RunnerFacts`: what a replica reports to the driver after its setup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raysgd.core.arrays.ray_batches import RayBatches
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerFacts:
-    """Facts about a replica that the driver needs.
+    """What a replica reports to the driver after its setup.
 
     Attributes:
         num_models: Number of registered models.
@@ -20,7 +20,7 @@ class RunnerFacts:
         train_data: Properties of the train data that must be identical on all ranks; None if the data is not sharded.
         validation_data: The corresponding properties of the validation data.
         keeps_own_state: True if the operator has custom state, which validation or prediction may change.
-        epoch_obstacle: Reason why an interrupted epoch has to start over; None if it can continue.
+        epoch_obstacle: Reason why an epoch must start over after an interruption; None if it can continue.
         ray_batches: Registered Ray Data, which the driver shards among the workers. Rank 0 reports it for all ranks.
         has_validation: True if validation data is registered, or if the user overrides `validate`, which may not
             need data.
@@ -42,5 +42,5 @@ class RunnerFacts:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of models and optimizers that a state dict must contain to be loaded."""
+        """The number of models and of optimizers that a state dict must contain so that it can be loaded."""
         return {"models": self.num_models, "optimizers": self.num_optimizers}

@@ -1,4 +1,4 @@
-"""The work in a training call that must be identical on all ranks, and the check that finds deviating ranks. No I/O."""
+"""Records operations that all ranks must take in the same order, and finds ranks that deviate. No I/O."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from raysgd.core.text.log_lines import named
 
 @dataclass(frozen=True)
 class JointWork:
-    """One rank's work in a call: the actions, such as all-reduces, that all ranks must take in the same order.
+    """Actions of one rank in a training call, such as all-reduces, that all ranks must take in the same order.
 
     Attributes:
         counts: Number of times that each action was taken.
         marks: Running hashes of the sequence of actions. The last hash covers all actions so far, and each earlier
             hash covers one action less.
         is_over: True if the call has ended.
-        number: Number of the call within its group.
+        number: Number of the training call, counted from when its worker group formed.
     """
 
     counts: Mapping[str, int]
@@ -33,7 +33,7 @@ class JointWork:
         return sum(self.counts.values())
 
     def can_become(self, other: JointWork) -> bool:
-        """Return True if this rank can still match the work of `other`, which has taken at least as many actions."""
+        """Return True if this rank can still take the same actions as `other`, which has taken at least as many."""
         num_behind = other.num - self.num
         if self.is_over and num_behind:
             return False
@@ -41,7 +41,7 @@ class JointWork:
 
 
 def difference(told: Mapping[int, Any]) -> str:
-    """Describe how the work differs between ranks. Return an empty string if it can still become identical.
+    """Describe how the actions of ranks differ. Return an empty string if all ranks can still take the same actions.
 
     Args:
         told: The latest heartbeat, answer or failure of each rank, by rank. Entries without `joint_work` are ignored.

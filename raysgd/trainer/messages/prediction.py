@@ -19,7 +19,7 @@ HAS_TARGET = "has_target"
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """One round of a prediction, as one worker sees it.
+    """What the driver asks of one worker in one round of a prediction.
 
     Attributes:
         key: ID of the prediction, under which workers store its data.
@@ -29,7 +29,7 @@ class PredictRequest:
         num_done: Number of batches that all workers together completed before the round.
         num_workers: Number of workers in the round.
         total: Total number of batches; None if unknown.
-        is_last: True if the workers can discard the prediction's data after the round.
+        is_last: True if this is the last round, after which workers can discard the prediction's data.
     """
 
     key: str
@@ -63,7 +63,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a dataset that every worker has: one range of indices per batch."""
+    """Which rows of a dataset to predict: one range of indices per batch. Every worker already has the dataset."""
 
     ranges: Sequence[range]
 
@@ -72,10 +72,10 @@ Work = Batches | Rows
 
 
 class PredictionPlace:
-    """A replica's progress in a prediction. Stands in for a stream when progress is reported.
+    """A replica's progress in a prediction, with the attributes of a stream from which progress is usually read.
 
     Attributes:
-        source: Always None, because no source knows the number of batches.
+        source: Always None, because a prediction has no source that knows the number of batches.
         num_steps_taken: Estimated number of batches that all workers together have completed.
     """
 

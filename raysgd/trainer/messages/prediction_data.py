@@ -23,14 +23,14 @@ DEFAULT_BATCH_SIZE = 32
 
 @dataclass
 class PredictionSource:
-    """Yields the pieces of a prediction. A piece is one batch, or the row indices of one batch.
+    """Yields the pieces of the data to predict. A piece is one batch, or the row indices of one batch.
 
     Attributes:
         pieces: The pieces, in row order.
         work: Converts consecutive pieces to the `Work` that is sent to one worker.
         nbytes: Returns the number of bytes to send for a piece.
         num_batches: Number of batches; None if unknown.
-        share: Data that every worker needs once; None if there is no such data.
+        share: Data to send once to every worker, such as the dataset that row indices refer to; None if not needed.
         has_target: True if tuple batches end with a target; None to assume so for tuples with several elements.
     """
 
@@ -42,7 +42,7 @@ class PredictionSource:
     has_target: bool | None = None
 
     def draw(self, number: int) -> Sequence[Any]:
-        """Return up to `number` of the next pieces; an empty list at the end."""
+        """Return the next pieces, at most `number`; an empty list at the end."""
         return list(islice(self.pieces, number))
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ def num_rows_of(arrays: Any) -> int:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """How to form batches from rows.
+    """The user's options in `predict` that determine how rows are combined into batches.
 
     Attributes:
         batch_size: Batch size for data that does not specify a batch size.
@@ -109,11 +109,11 @@ class BatchRequest:
     leaf: Callable[[Any], Any] = trees.own
 
     def size(self, own: int | None) -> int:
-        """Return the batch size for data that specifies the batch size `own`."""
+        """Return the batch size to use for data whose own batch size is `own`."""
         return self.batch_size if self.has_size or own is None else own
 
     def form(self, own: BatchForm = PLAIN_FORM) -> BatchForm:
-        """Return how to form batches from data that specifies the form `own`.
+        """Return how to form batches from data that has its own form `own`.
 
         Columns passed to `predict` take precedence. The label column is kept only if the data has a transform, which
         may read it.

@@ -12,12 +12,12 @@ from raysgd.core.numbers.results import CallProgress
 
 
 def execute(replica: Any, fn: Callable[[], Any]) -> Any:
-    """Call a user's function without arguments."""
+    """Call a user's function, without arguments, in the replica's process."""
     return fn()
 
 
 def apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
-    """Call a user's function with the operator."""
+    """Call a user's function with the replica's operator."""
     return fn(replica.operator)
 
 
@@ -34,6 +34,6 @@ def global_step(replica: Any) -> int:
 
 
 def progress(replica: Any) -> CallProgress | None:
-    """Return the progress of the current call."""
+    """Return the progress of the replica's current call."""
     found: CallProgress | None = replica.progress()
     return found

@@ -1,8 +1,8 @@
-"""Two sums for each weight of a replica, to detect replicas that have drifted apart. No I/O.
+"""Two sums for each weight of a replica, to detect replicas that are no longer in sync. No I/O.
 
-They are the sum and the sum of squares of its elements. Ranks in sync may still round differently, on different
-processors or with different numbers of threads. The tolerance allows for that. With `deterministic=True`, the sums are
-taken over the elements' bits and must be equal.
+They are the sum and the sum of squares of the weight's elements. Ranks in sync may still round differently, on
+different processors or with different numbers of threads. The tolerance allows for that. With `deterministic=True`, the
+sums are taken over the elements' bits and must be equal.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from raysgd.core.text.log_lines import named
 from raysgd.exceptions import RanksDifferError
 
-_TOLERANCE = 1e-4  # a hundred times the difference that different kernels cause between ranks after 8,000 steps
+_TOLERANCE = 1e-4  # 100 times the difference that different kernels caused between ranks after 8,000 steps
 _TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}  # by bytes per element; in bfloat16, ranks in sync differed by 0.14
 _SMALLEST = 1e-3  # relative to the norm of all weights: a weight with a smaller norm may be noise around 0
-_SHARE = 0.005  # fraction of the time to spend on comparisons; including those at snapshots it stays below 1 %
+_SHARE = 0.005  # fraction of time to spend on comparisons; with comparisons at snapshots, the total stays below 1 %
 _MOST_NAMES = 3
 _CHUNK = 1 << 16  # elements that are converted at once, which takes half a megabyte
 
@@ -60,7 +60,10 @@ class WeightSums:
 
 
 class ComparisonPace:
-    """Decides after which training calls to compare ranks if no snapshot is taken. Spends 0.5 % of the time on it."""
+    """Decides after which training calls to compare the ranks' weights if no snapshot does.
+
+    Budget: 0.5 % of the time.
+    """
 
     def __init__(self) -> None:
         self._cost_s = self._since_s = 0.0
@@ -78,7 +81,7 @@ class ComparisonPace:
 
 
 def models_to_compare(models: Sequence[Any], compares_ranks: Any) -> list[tuple[int, Any]]:
-    """Return the registered models that the operator's `compares_ranks` selects, each with its number from 1.
+    """Return the registered models that the operator's `compares_ranks` selects, with their numbers starting at 1.
 
     Raises:
         ValueError: `compares_ranks` is neither a bool nor a sequence of registered models.
@@ -94,7 +97,7 @@ def models_to_compare(models: Sequence[Any], compares_ranks: Any) -> list[tuple[
 
 
 def tolerance_of(num_bytes: int) -> float:
-    """Return the allowed difference between ranks for weights with `num_bytes` bytes per element."""
+    """Return the allowed relative difference between ranks for weights with `num_bytes` bytes per element."""
     return _TOLERANCES_OF_SHORT.get(num_bytes, _TOLERANCE)
 
 
@@ -112,7 +115,7 @@ def check_equal(told: Mapping[int, WeightSums | None], reasons: str, way_out: st
     """Check that the ranks' weights are in sync. If the sums of a rank are missing, nothing is compared.
 
     Args:
-        told: The sums of each rank; None for a rank that did not compute them.
+        told: The sums of each rank; None for a rank that did not compute sums.
         reasons: Likely reasons for a difference in this framework.
         way_out: Advice for the user.
 

@@ -1,4 +1,4 @@
-"""`HostedOperator`: an operator together with its data, its training loop, its state, and its rank in a group.
+"""`HostedOperator`: an operator together with its data, training loop, state, and rank in a group.
 
 A replica hosts one operator at a time, and each new operator gets a new `HostedOperator`. Objects that belong to the
 process, such as the ledger of its time, stay with the replica.
@@ -41,7 +41,7 @@ class HostedOperator(ABC):
         operator: The live operator.
         loop: Runs the steps of training calls.
         state: Reads and restores the state.
-        has_trained: True if this rank's random generators have advanced.
+        has_trained: True if this rank has trained, so its random generators have advanced.
     """
 
     settings: Any
@@ -58,7 +58,10 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def build(self) -> RunnerFacts:
-        """Create the operator, which runs the user's `setup`, and its loop and state. Return their facts."""
+        """Create the operator, its loop and its state. This runs the user's `setup`.
+
+        Return the facts that the driver needs.
+        """
 
     @abstractmethod
     def facts(self) -> RunnerFacts:
@@ -66,7 +69,10 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Train on one batch in advance. Another rank's state later replaces any registered state that this changes."""
+        """Train on one batch before joining a group, so that the first real step is fast.
+
+        Another rank's state replaces the result.
+        """
 
     @abstractmethod
     def take_place(self, world: World) -> None:
@@ -82,7 +88,7 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def settle_in(self) -> None:
-        """Called in a new group once the states of all ranks are in sync."""
+        """Called in a new group once all ranks have the same state."""
 
     def names_of_all(self, name: str) -> Collection[str] | None:
         """Gather the names of all ranks in the group. Return None if this framework does not gather names."""
@@ -102,14 +108,14 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def weight_sums(self) -> WeightSums | None:
-        """Return checksums of the weights that must be in sync on all ranks, or None if there are no such weights."""
+        """Return checksums of the weights that must be in sync on all ranks, or None if no weights need to be."""
 
     @abstractmethod
     def giving_back_random_numbers(self) -> AbstractContextManager[None]:
-        """Return a context manager that restores the random state on exit, so that the same numbers are drawn again."""
+        """Return a context manager that restores the random state on exit, as if its block had drawn no numbers."""
 
     def inside_epoch(self) -> AbstractContextManager[None]:
-        """Return the context manager for a validation inside an epoch. It must not affect the rest of the epoch."""
+        """Return the context manager for a validation inside an epoch, which must not affect the rest of the epoch."""
         return self.giving_back_random_numbers()
 
     @abstractmethod
@@ -141,7 +147,7 @@ class HostedOperator(ABC):
         return not is_of_library(type(self.operator).validate)
 
     def follow(self, settings: Any) -> None:
-        """Apply, in order, the changes in `settings` that this operator does not have yet."""
+        """Apply, in order, the config and callback changes in `settings` that this operator has not applied yet."""
         before = self.settings
         for number in range(len(before.config_changes), len(settings.config_changes)):
             self.change_config(settings.after(number + 1))
@@ -153,7 +159,7 @@ class HostedOperator(ABC):
         """Change entries of the operator's config.
 
         Args:
-            settings: Settings with the new values. Only the last of their config changes is applied.
+            settings: Settings with the new values. Only the last entry of `config_changes` is applied.
 
         Returns:
             Names of the entries whose change certainly has no effect beyond `operator.config`.
@@ -174,7 +180,10 @@ class HostedOperator(ABC):
 
     @abstractmethod
     def edited_by(self, candidate: Any) -> Any:
-        """Return the hyperparameters for which the `setup` of `candidate` chose new values; empty if none changed."""
+        """Return the hyperparameters to which `candidate`, an operator of an edited class, gave new values.
+
+        Empty if no value changed.
+        """
 
     @abstractmethod
     def take_edited(self, edited: Any) -> None:
@@ -195,7 +204,7 @@ class HostedOperator(ABC):
         self.loop.note_restored()
 
     def close(self) -> None:
-        """Drop the data iterators, which ends the loaders' processes. The operator stays usable."""
+        """Drop the data iterators, which ends the data loaders' worker processes. The operator stays usable."""
         self.feed.close()
 
 

@@ -1,10 +1,10 @@
 """The goodput ledger of one replica: measures which part of its time goes into useful training.
 
-The ledger assigns every second since the replica joined a group to one bin, such as waiting for data or taking a
-snapshot. It is independent of the framework. The training loop announces which bin starts, so a switch costs one
-reading of the clock. Two kinds of time are assigned late. The time of a step moves to another bin if the step is
-interrupted. The time after an interrupted call counts as recovery only if the replica continues in a new group. Until
-that is known, it stays in bins that are not reported.
+The ledger assigns every second since the replica joined a group to one bin: a category such as waiting for data or
+taking a snapshot. It is independent of the framework. The training loop reports each switch to another bin, which costs
+one reading of the clock. Two kinds of time are assigned late. First, if a step is interrupted, its time moves to
+another bin, because the step will be repeated. Second, the time after an interrupted call counts as recovery only if
+the replica continues in a new group. Until that is known, this time stays in two internal bins.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from raysgd.exceptions import OnFailure
 BROKEN, LEFT = "(broken off)", "(group left)"
 """Time since a call was interrupted, and since the replica left the group. Later assigned to recovery or the driver."""
 
-# Where the time of an interrupted step goes. A failed exchange was waiting for a lost rank, so it counts as detection.
+# The bins to which an interrupted step's time moves. A failed exchange was waiting for a lost rank, so its time counts
+# as detection.
 _UNDONE_AS = {USEFUL: AGAIN, EXCHANGE: DETECT, SLOWER_RANK: DETECT}
 
 ItemT = TypeVar("ItemT")
 
 
 class Ledger:
-    """Assigns a replica's time to bins.
+    """Assigns a replica's time to bins: categories such as waiting for data, training steps, and snapshots.
 
     Examples:
         >>> ledger = Ledger(clock=iter(range(20)).__next__)
@@ -72,7 +73,7 @@ class Ledger:
     def _begin(self) -> None:
         self._of = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._seconds = dict.fromkeys((*BINS, BROKEN, LEFT), 0.0)
-        self._complete = self._seconds.copy()  # as of the last completed step
+        self._complete = self._seconds.copy()  # the seconds by bin, as of the last completed step
         self._bin, self._since = START_UP, self._clock()
         self._saved_s = 0.0
         self._at_call: dict[str, float] = {}
@@ -80,7 +81,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ bins
 
     def enter(self, name: str) -> str:
-        """Switch to the bin `name` and return the previous bin."""
+        """Assign time from now on to the bin `name`, and return the previous bin."""
         with self._lock:
             now = self._clock()  # under the lock, so that the reading is never older than the start of the current bin
             before, self._bin = self._bin, name
@@ -97,14 +98,20 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ a training call
 
     def begin_call(self) -> None:
-        """Start a new call. If an earlier call was interrupted, the time since then is the driver's, not recovery."""
+        """Start a new call.
+
+        If an earlier call was interrupted, assign the time since then to the driver, not to recovery.
+        """
         self._settle(DRIVER, DRIVER)
         self.enter(OTHER)
         self._at_call = self._shown()
 
     @contextmanager
     def call(self, first: str = OTHER) -> Iterator[None]:
-        """Account for a training call, or for a part of it, inside the context."""
+        """Assign the block's time to a training call, starting in bin `first`.
+
+        If the block fails, its last step counts as interrupted.
+        """
         self.enter(first)
         with OnFailure(self._break_off):
             yield
@@ -112,11 +119,14 @@ class Ledger:
         self.enter(OTHER)
 
     def end_call(self) -> None:
-        """End the call, because its answer is complete."""
+        """End the call: its answer is complete, so time from now on is the driver's."""
         self.enter(DRIVER)
 
     def timing(self, batches: Iterator[ItemT]) -> Iterator[ItemT]:
-        """Yield the batches. Drawing a batch counts as waiting for data, the time until the next draw as a step."""
+        """Yield the batches. Drawing a batch counts as waiting for data.
+
+        The time until the next draw counts as a step.
+        """
         self.enter(DATA)
         for batch in batches:
             self.enter(USEFUL)
@@ -125,19 +135,19 @@ class Ledger:
         self.enter(OTHER)
 
     def commit(self) -> None:
-        """Complete the step, so that its time counts as useful."""
+        """Complete the step, so that its time counts as useful, which means that the step will not be repeated."""
         if self._bin in _UNDONE_AS:
             self.enter(self._bin)
         self._complete = self._seconds.copy()
 
     def _break_off(self) -> None:
-        """Interrupt the step. Its time moves to other bins, because the step will be repeated."""
+        """End an interrupted step. Its time moves to other bins, because the step will be repeated."""
         self.enter(BROKEN)
         for name, target in _UNDONE_AS.items():
             self._move(name, target, self._seconds[name] - self._complete[name])
 
     def exchanging(self, group: Any) -> AbstractContextManager[None]:
-        """Account for communication with the other ranks inside the context.
+        """Assign the block's time to communication with the other ranks.
 
         Args:
             group: The communicating group. Its `waited_s` counts the seconds that this rank waited for other ranks.
@@ -152,7 +162,7 @@ class Ledger:
         return True
 
     def end_exchange(self, waited_s: float = 0.0) -> None:
-        """End the exchange. This rank waited `waited_s` seconds for other ranks to start it."""
+        """End communication with other ranks. This rank spent `waited_s` seconds of it waiting for slower ranks."""
         if self._bin == EXCHANGE:
             self.enter(USEFUL)
             if waited_s:
@@ -162,7 +172,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ groups
 
     def stand_by(self) -> None:
-        """Mark the replica as standby. Its time starts when it joins a group."""
+        """Mark the replica as standby. Its time is counted only from when it joins a group."""
         self._is_successor = self._waits_for_place = True
 
     def leave_group(self) -> None:
@@ -172,7 +182,7 @@ class Ledger:
 
     @contextmanager
     def regrouping(self, goes_on: Callable[[], bool]) -> Iterator[None]:
-        """Account for joining a new group inside the context.
+        """Assign the block's time to joining a new group.
 
         Args:
             goes_on: Returns True if a call continues in the new group, so that the time after the context counts as
@@ -196,7 +206,7 @@ class Ledger:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Account for copying the state inside the context. The useful steps before it then count as saved."""
+        """Assign the block's time to copying the state. Steps before the copy then count as saved."""
         before = self.enter(SNAPSHOT)
         try:
             yield
@@ -206,7 +216,7 @@ class Ledger:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Account for a call that evaluates or predicts, inside the context."""
+        """Assign the block's time to a call that evaluates or predicts."""
         self.begin_call()
         self.enter(EVALUATION)
         try:
@@ -222,7 +232,7 @@ class Ledger:
         return TimeSpent(self._of, seconds, max(0.0, seconds[USEFUL] - self._saved_s), self._is_successor)
 
     def of_call(self) -> dict[str, float]:
-        """Return the running call's seconds by bin, omitting empty bins."""
+        """Return the seconds of the running call by bin, such as waiting for data. Omit empty bins."""
         found = {name: spent - self._at_call.get(name, 0.0) for name, spent in self._shown().items()}
         return {name: spent for name, spent in found.items() if spent > 0}
 

@@ -1,8 +1,8 @@
 """Base class of the operators of both frameworks.
 
 Users subclass an operator and set arbitrary attributes on it. The library therefore stores its own data in a single
-attribute, `_raysgd`, so that names cannot collide by accident. Subclasses have read some private names since the first
-version of the library. These names are now read-only views of `_raysgd`.
+attribute, `_raysgd`, so that names cannot collide by accident. Earlier versions used other private attributes, which
+some users' subclasses read. These attributes still exist, as read-only views of `_raysgd`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     OperatorT = TypeVar("OperatorT", bound="BaseOperator", default=Any)
 else:
-    from typing import TypeVar  # has no `default` before Python 3.13
+    from typing import TypeVar  # does not support `default` before Python 3.13
 
     OperatorT = TypeVar("OperatorT")
 
@@ -39,12 +39,12 @@ _OF_TRAINER = "It comes from the trainer."
 
 
 def rung(method: Callable[Concatenate[SelfT, ...], ResultT]) -> Callable[Concatenate[SelfT, ...], ResultT]:
-    """Decorate a method that users may override with fewer arguments, so that type checkers accept the override."""
+    """Mark a method that users may override with fewer arguments, so that type checkers accept the override."""
     return method
 
 
 class ReadOnlyView:
-    """A read-only attribute of an operator that exposes a value of the operator's `Internals`.
+    """A read-only attribute of an operator that returns a value from the operator's `Internals`.
 
     Args:
         path: Attribute path of the value inside `Internals`.
@@ -70,18 +70,19 @@ class ReadOnlyView:
 
 
 class Internals:
-    """The library's data for one operator.
+    """The library's own data about one operator, stored in the operator's `_raysgd` attribute.
 
     Attributes:
         config: This worker's config.
-        context: The operator's rank and group size, and the objects that it works with.
+        context: The operator's rank and group size, its settings, and framework objects it needs, such as the device.
         latest_metrics: Metrics of the last batch.
-        logged: Metrics passed to `log` since the last batch reported its metrics.
+        logged: Metrics passed to `log` since the previous batch's metrics were collected.
         logged_outside: Metrics passed to `log` outside any batch.
-        meters_to_fill: Meters, which accumulate the call's metrics, for the next `train_epoch`; None once it has taken
-            them.
+        meters_to_fill: The meters, which accumulate the call's metrics, that the next `train_epoch` fills; None once it
+            has taken them.
         meters: Meters of the last `train_epoch`.
-        lost: Metrics that lost workers measured in this call. Only rank 0 counts them; empty on other ranks.
+        lost: Metrics that lost workers measured in this call. Empty except on rank 0, which adds them to its own
+            metrics.
         once: Messages that were already logged.
         callbacks: The operator's worker callbacks.
         place: The replica's position in its step (a `PlaceInStep`); None outside a call.
@@ -135,12 +136,15 @@ class Internals:
         return self.meters
 
     def begin_batch(self) -> None:
-        """Start a batch. Metrics logged between batches belong to the result of the call, not to this batch."""
+        """Start a batch.
+
+        First set aside metrics logged between batches, which belong to the call's result, not to this batch.
+        """
         if self.logged:
             set_apart(self)
 
     def num_samples(self, batch: Any) -> int:
-        """Return how many samples of the batch count."""
+        """Return how many samples in the batch count, without padding."""
         raise NotImplementedError
 
     def completed(self, metrics: Any, batch: Any) -> Any:
@@ -155,7 +159,7 @@ class Internals:
         return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
     def values_and_weight(self, metrics: Mapping[str, Any], method: str) -> tuple[dict[str, Any], Any]:
-        """Split a method's return value for a batch into its metrics, including logged metrics, and its sample count.
+        """Split a method's return value for a batch into metrics, including logged metrics, and the sample count.
 
         Raises:
             TypeError: The method did not return a dict.
@@ -188,7 +192,9 @@ class BaseOperator:
         self.setup(config)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Create and register models, optimizers and data. Runs once in each worker, after the process group is open.
+        """Create and register models, optimizers and data.
+
+        Runs once in each worker, after it has joined its process group.
 
         Args:
             config: The trainer's `config`. The batch size under `BATCH_SIZE` is already divided by the number of
@@ -235,7 +241,10 @@ class BaseOperator:
         return self._raysgd.predict(batch, batch_info)
 
     def state_dict(self) -> Any:
-        """Return custom state for checkpoints and recovery, on the CPU. Registered objects are saved automatically."""
+        """Return custom state for checkpoints and recovery, with tensors on the CPU.
+
+        Registered objects are saved automatically.
+        """
         return None
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -291,9 +300,9 @@ class BaseOperator:
 def class_of_creators(
     own: type[BaseOperator], creators_cls: type[BaseOperator], members: Mapping[str, Any]
 ) -> type[Any]:
-    """Return an operator class that calls creator functions and has the methods of a user's class.
+    """Return an operator class that combines a user's methods with a `setup` that calls creator functions.
 
-    The user's `setup` runs after the creators.
+    The user's own `setup` runs after the creator functions.
 
     Args:
         own: The class whose `from_creators` was called.
@@ -318,7 +327,7 @@ def take_place(operator: BaseOperator, world: World) -> None:
 
 
 def made_by_hand(operator_cls: type[Any]) -> TypeError:
-    """Return the error to raise when user code instantiates an operator itself."""
+    """Return the error to raise when user code instantiates an operator, which only the library may do."""
     name = operator_cls.__name__
     return TypeError(
         f"`{name}()`: each worker creates its own operator. Pass the class itself, `training_operator_cls={name}`."
@@ -336,7 +345,7 @@ def check_is_set_up(operator: BaseOperator) -> None:
 
 
 def required(operator: BaseOperator, name: str) -> Any:
-    """Return an attribute that the default methods need.
+    """Return an operator's attribute that the library's default methods need, such as `model`.
 
     Raises:
         NotRegisteredError: The user's class does not set the attribute.

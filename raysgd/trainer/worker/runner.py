@@ -1,7 +1,7 @@
-"""Base class of the replicas that host operators. The engine and the driver call its methods by name.
+"""`ClassRunner`: base class of replicas that host operators. The engine and the driver call its methods by name.
 
-The module `hosted` connects the operator with its framework, `training` runs the calls, and `state` copies the state.
-ADR 115 explains the split.
+The work is split over modules: `hosted` connects the operator with its framework, `training` runs the calls, and
+`state` copies the state. ADR 115 explains the split.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ class ClassRunner(ReplicaCalls, ABC):
         return facts, hosted.edited_by(candidate)
 
     def finish_reload(self, revision: int, edited: Any) -> RunnerFacts | None:
-        """Switch to the operator that `prepare_reload` built and return its facts. Return None if it was not built."""
+        """Switch to the operator that `prepare_reload` built, and return its facts.
+
+        Return None if there is no such operator.
+        """
         if self._hosted.settings.revision != revision:  # if they are equal, this replica already has the new class
             candidate = self._candidate
             if candidate is None or candidate.settings.revision != revision:
@@ -143,20 +146,20 @@ class ClassRunner(ReplicaCalls, ABC):
         self._candidate = None
 
     def follow_config(self) -> None:
-        """Reset the optimizers' hyperparameters to their values from `setup`, after loading state of another config."""
+        """Reset optimizers' hyperparameters to the values from `setup`, after loading a state from another config."""
         self._hosted.follow_config()
 
     # ------------------------------------------------------------------------------------------------ the state
 
     def state(self) -> dict[str, Any]:
-        """Return the live state. Copy it before running anything else."""
+        """Return the live state. The caller must copy it before running anything else."""
         return self._hosted.state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
         """Copy the state between two calls: rank 0 copies the shared state, and every rank copies its own state.
 
         Args:
-            landed_token: Token of the last copy that the driver has fetched; None if it has not fetched any.
+            landed_token: Token of the last copy that the driver has fetched; None if the driver has not fetched any.
         """
         return self._copies.after_call(self._hosted.state, self._hosted.world.rank, landed_token)
 
@@ -165,7 +168,7 @@ class ClassRunner(ReplicaCalls, ABC):
         return self._copies.fetch(token)
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of the mid-call snapshot after `number` steps; None if it was discarded."""
+        """Return this rank's part of the snapshot taken in a call after `number` steps; None if it was discarded."""
         return self._copies.part_of_snapshot(number)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
@@ -189,7 +192,7 @@ class ClassRunner(ReplicaCalls, ABC):
         hosted = self._hosted
         with self._ledger.regrouping(goes_on=lambda: self._unfinished is not None):
             self._leave_group()
-            self.drop_reload()  # the prepared operator was built for the old group
+            self.drop_reload()  # the operator from `prepare_reload` was built for the old group
             if handover.make_replica is not None:  # this standby worker was built with older settings
                 hosted.follow(handover.make_replica.settings)
             hosted.world = world
@@ -212,7 +215,7 @@ class ClassRunner(ReplicaCalls, ABC):
         spare's own settings.
 
         Args:
-            number: Number of the loan, which is a call that a spare runs until the group needs the spare.
+            number: Number of the loan. A loan is a call that a spare worker runs until the group needs the spare.
             settings: Settings that the state belongs to.
             state: The state to validate.
             request: The validation request.
@@ -243,5 +246,5 @@ class ClassRunner(ReplicaCalls, ABC):
         return None if has_left() else answer
 
     def leave_call(self, number: int) -> None:
-        """End this loan and all earlier loans. Called from a second thread."""
+        """End this call on a spare worker, and all earlier calls on it. Called from a second thread."""
         self._last_left = max(self._last_left, number)

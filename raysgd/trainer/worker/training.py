@@ -42,7 +42,7 @@ class RunningCall:
     """A call that is currently running on a replica.
 
     Attributes:
-        stream: Source of the call's batches. `num_steps_taken` counts them.
+        stream: Source of the call's batches. Its `num_steps_taken` counts the steps.
         began_at: Value of `num_steps_taken` when the call began.
         num_steps: Number of steps to take; None for all.
         info: The `info` that is passed to the operator's method.
@@ -57,7 +57,7 @@ class RunningCall:
 
 
 class ReplicaCalls:
-    """Runs the calls of a hosted operator, continues interrupted or held calls, and reports their progress.
+    """Runs calls on the hosted operator, continues calls that were interrupted or paused, and reports progress.
 
     Args:
         snapshot_every_n_steps: Copy the state after every this many steps of a training call; None for no copies.
@@ -66,22 +66,23 @@ class ReplicaCalls:
     _hosted: HostedOperator
     _running: RunningCall | None = None
     _run: EpochRun | None = None  # the current or last training call
-    _has_left: Callable[[], bool] | None = None  # returns True to end a validation early; None without a loan
+    # Returns True to end a validation on a spare worker early; None on other workers.
+    _has_left: Callable[[], bool] | None = None
 
     def __init__(self, snapshot_every_n_steps: int | None) -> None:
         self._ledger = Ledger()
         self._copies = StateCopies(snapshot_every_n_steps, self._ledger)
 
     def _host(self, hosted: HostedOperator) -> None:
-        """Host this operator, which has not run any call yet."""
+        """Replace the hosted operator with this new operator, which has not run any call yet."""
         self._hosted = hosted
         self._forget_call()
-        self._last_hold = 0, False  # number of the last proposal to stop; True if all ranks are known to have agreed
+        self._last_hold = 0, False  # number of the last proposal to stop, and whether all ranks have agreed to it
         self._name = uuid.uuid4().hex  # identifies this rank to other ranks, even in later groups
         self._timers = TimerCollection()  # the operator's timers, enabled in calls with `profile`
 
     def _forget_call(self) -> None:
-        """Discard the last training call, because the state was replaced."""
+        """Discard the record of the last training call, because the state was replaced."""
         self._running = self._run = None
         self._copies.forget_call()
 
@@ -96,9 +97,10 @@ class ReplicaCalls:
                 already has its shard.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        raised, self._run = self._unfinished, None  # if this call fails before it begins, there is no call to resume
+        raised, self._run = self._unfinished, None  # if this call fails before it starts, there is no call to resume
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
-            hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())  # repeat the batch in which user code raised
+            # Repeat the batch in which user code raised an error.
+            hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())
         self._ledger.begin_call()
         loop.begin_call()
         if share is not None:
@@ -112,7 +114,7 @@ class ReplicaCalls:
         return self._go_through(run, stream, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue an interrupted or held call, from the step after the last completed step."""
+        """Continue a call that was interrupted or paused, from the step after the last completed step."""
         run, loop = epoch_run.run_of(self._run, request.call), self._hosted.loop
         if run is None:  # this rank had not begun the call when it was interrupted
             return self.train_epoch(request, share)
@@ -127,8 +129,7 @@ class ReplicaCalls:
         """Continue an epoch that a run left unfinished, possibly in another process. The state is already loaded.
 
         Args:
-            begun: Position at which the run left the epoch, and the metrics of the ranks whose counts this rank takes
-                over.
+            begun: Position at which the run left the epoch, and the old ranks' metrics that this rank takes over.
             request: The training request.
             share: See `train_epoch`.
         """
@@ -139,7 +140,7 @@ class ReplicaCalls:
         loop.begin_call()
         self._set_timers(request.profile)
         if run is not None and (run.num_completed, run.epoch_idx) == (begun.num_steps, begun.epoch_idx):
-            run.detach()  # the epoch was left in this process, which still has its metric objects
+            run.detach()  # the run left the epoch in this process, which still holds the epoch's metric objects
             run.call = request.call
             return self.resume_epoch(request, share)
         for name in begun.objects:
@@ -152,7 +153,7 @@ class ReplicaCalls:
         return self.resume_epoch(request, share)
 
     def go_on_left(self, begun: BegunEpoch, request: EpochRequest, share: Any = None) -> EpochAnswer | HeldAtStep:
-        """Continue an interrupted or held `resume_left` call."""
+        """Continue a `resume_left` call that was interrupted or paused."""
         has_begun = epoch_run.run_of(self._run, request.call) is not None
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
@@ -215,7 +216,10 @@ class ReplicaCalls:
         return self._finish(run, returned, request, place=feed.place_of_call(stream))
 
     def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
-        """Describe where a leg of an epoch begins, as plain data from which a later process can find its samples."""
+        """Describe where in the data this worker group starts.
+
+        From this plain data, `raysgd.replay` finds each step's samples.
+        """
         hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
         is_begun, place = stream.is_mid_pass, cast("Any", hosted.loop.place)
         consumed = stream.completed if is_begun else 0
@@ -287,7 +291,7 @@ class ReplicaCalls:
         return EpochAnswer(MetricSummary(values, *behind), None, num_steps)
 
     def _at_boundary(self, loop: Loop, run: EpochRun, stream: Any) -> None:
-        """Called between steps, once the last step is confirmed. Add its metrics, take due snapshots, stop if agreed.
+        """After a confirmed step: add its metrics, take a snapshot if due, and stop if all ranks have agreed to.
 
         Raises:
             HeldAtBoundary: All ranks have agreed to stop here.
@@ -326,7 +330,7 @@ class ReplicaCalls:
     # ------------------------------------------------------------------------------------ a call in a new group
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return the progress of the interrupted or held training call, otherwise of the last completed call."""
+        """Return the progress of the interrupted or paused training call, or else of the last completed call."""
         self._ledger.leave_group()
         hosted, loop, run = self._hosted, self._hosted.loop, self._run
         obstacle = hosted.group_obstacle
@@ -340,7 +344,8 @@ class ReplicaCalls:
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Propose a step at which to stop. Called from a second thread; see `RegroupingReplica`."""
         run = self._unfinished
-        if number <= self._last_hold[0]:  # a late proposal is already settled, so training would wait forever
+        # A late proposal was already settled: training would wait forever for its settlement.
+        if number <= self._last_hold[0]:
             return None
         self._last_hold = number, False
         hosted = self._hosted
@@ -352,7 +357,7 @@ class ReplicaCalls:
         return step if run.gate.propose(step, lambda: run.num_completed) else None
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Settle a proposal: if `is_agreed`, all ranks stop at the proposed step, otherwise no rank does."""
+        """Settle a proposal to stop. If `is_agreed`, all ranks stop at the proposed step; otherwise no rank stops."""
         if self._run is not None and number == self._last_hold[0]:
             self._last_hold = number, is_agreed
             self._run.gate.settle(is_agreed)
@@ -362,7 +367,10 @@ class ReplicaCalls:
         return self._last_hold
 
     def _leave_group(self) -> None:
-        """Return to the last step boundary. Detach the call from its stream: the new group reshards the data."""
+        """Return to the last step boundary.
+
+        Detach the call from its stream, because the new group reshards the data.
+        """
         loop, run = self._hosted.loop, self._unfinished
         loop.break_off()
         self._copies.forget_call()
@@ -373,7 +381,7 @@ class ReplicaCalls:
             run.detach()
 
     def _handed_over(self) -> tuple[Mapping[str, Any], RunState | None]:
-        """Return the state and the call's progress, to transfer to other ranks."""
+        """Return the state and the call's progress, which will be sent to other ranks."""
         return self._hosted.state.read(), None if self._run is None else self._run.state(with_metrics=False)
 
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
@@ -387,7 +395,10 @@ class ReplicaCalls:
         self._run = own
 
     def _go_on_from(self, first: RunState, parts: Iterable[RunState]) -> None:
-        """Prepare to continue a call from the progress `first`, and take over the metrics of the ranks in `parts`."""
+        """Prepare to continue a call from the progress `first`.
+
+        Add the metrics in `parts`, which other ranks measured.
+        """
         run = self._new_run(first.call, first.epoch_idx, first.num_requested)
         run.count(part.metrics for part in parts)
         run.take_over(first)
@@ -398,7 +409,7 @@ class ReplicaCalls:
         return EpochRun(epoch_idx, num_steps, meters, RankRows(self._name), call=call)
 
     def _settle_run(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
-        """Account for the ranks that are missing in the new group in which the call continues.
+        """Keep the metrics of ranks that are missing from the new group in which the call continues.
 
         Args:
             present: Names of the ranks in the new group. All other ranks are lost. None if the names are unknown.
@@ -470,7 +481,7 @@ class ReplicaCalls:
 
     @contextmanager
     def _shown(self, running: RunningCall) -> Iterator[None]:
-        """Make the progress of the call in this context visible to a second thread."""
+        """Inside the block, make the running call's progress visible to a second thread."""
         self._running, self._hosted.operator._raysgd.latest_metrics = running, {}
         try:
             yield
@@ -479,12 +490,12 @@ class ReplicaCalls:
 
     @property
     def _unfinished(self) -> EpochRun | None:
-        """The unfinished training call, or None."""
+        """The training call that was started but not finished, or None."""
         run = self._run
         return None if run is None or run.is_finished else run
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat. Called from a second thread."""
+        """Return a heartbeat: progress, time spent and other figures. Called from a second thread."""
         run, running = self._unfinished, self._running
         if run is None:
             return self._heartbeat("between calls" if running is None else _PHASES[running.kind], -1)

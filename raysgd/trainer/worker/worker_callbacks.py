@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 class InstalledCallbacks:
     """The worker callbacks of one operator.
 
-    A loaded state whose callback is not installed is retained for the next callback with the same `state_key`.
+    If a loaded state belongs to a callback that is not installed, the state is retained until a callback with the same
+    `state_key` is installed.
 
     Attributes:
-        are_there: True if any callback is installed.
+        are_there: True if at least one callback is installed.
         noting_batches: The callbacks that override `_on_batch`.
         wants_gradients: True if a callback is to be called before an optimizer steps.
         wants_steps: True if a callback is to be called after an optimizer has stepped.
@@ -57,18 +58,18 @@ class InstalledCallbacks:
     # ---------------------------------------------------------------------------------------------- around a step
 
     def begin_epoch(self, epoch: Any, operator: Any) -> None:
-        """Call `on_epoch_begin`, unless this worker already called it for this epoch before a failure."""
+        """Call `on_epoch_begin`, unless this worker has already called it for the same epoch before a failure."""
         if epoch is not self._epoch:
             self._epoch = epoch
             for each in self._callbacks:
                 call_event(each, "on_epoch_begin", operator)
 
     def begin_leg(self, operator: Any, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Call `_on_leg`, because a new epoch begins or a new group continues the epoch.
+        """Call `_on_leg`, because an epoch begins or a new group continues the epoch.
 
         Args:
             operator: The operator.
-            describe: Returns the description of the leg.
+            describe: Returns a description of the leg, the part of the epoch that this worker group runs.
         """
         for each in self._with("_on_leg"):
             call_event(each, "_on_leg", operator, describe())
@@ -94,7 +95,7 @@ class InstalledCallbacks:
 
     @contextmanager
     def listening(self, operator: Any) -> Iterator[None]:
-        """Enable the callbacks around optimizer steps inside the context."""
+        """Inside the block, call the installed callbacks around optimizer steps."""
         self._listen(self._with("on_gradients"), self._with("on_optimizer_step"))
         self._operator = operator
         try:
@@ -120,7 +121,7 @@ class InstalledCallbacks:
 
     @property
     def changed_by_steps(self) -> list[WorkerCallback]:
-        """The callbacks that are called around optimizer steps, so their states may change in a step."""
+        """The callbacks that are called around optimizer steps, which may change the callbacks' states."""
         return [*self._on_gradients, *self._on_steps]
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:
@@ -148,7 +149,7 @@ class InstalledCallbacks:
         return {**self._unclaimed, **{key_of(each): call_event(each, "state_dict") for each in self._callbacks}}
 
     def state_of(self, key: str) -> Any:
-        """Return the state for one `state_key`, or None if there is no such state."""
+        """Return the state stored under a `state_key`, or None if no state has this key."""
         found = next((each for each in self._callbacks if key_of(each) == key), None)
         return self._unclaimed.get(key) if found is None else call_event(found, "state_dict")
 
@@ -180,7 +181,7 @@ class InstalledCallbacks:
             )
 
     def _claim(self, states: Mapping[str, Any]) -> list[WorkerCallback]:
-        """Load the state of each callback. Return the callbacks whose key is not in `states`."""
+        """Load each callback's state from `states`. Return the callbacks whose key is missing."""
         self._unclaimed = {key: state for key, state in states.items() if state is not None}
         for each in self._callbacks:
             state = self._unclaimed.pop(key_of(each), None)
@@ -199,7 +200,7 @@ def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any
 
 
 def _over_batches(meters: AverageMeterCollection, metrics: Any, is_last: bool) -> Any:
-    """Add a batch's metrics to the meters of its step. After the step's last batch, return the means and their weights.
+    """Add a batch's metrics to its step's meters. After the step's last batch, return the means and their weights.
 
     Metrics that cannot be averaged keep this batch's value.
     """

@@ -50,7 +50,7 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
 
 
 def set_apart(internals: Any) -> None:
-    """Move the metrics logged since the last batch to `logged_outside`, because they belong to the call's result."""
+    """Move metrics that were logged since the last batch to `logged_outside`. They belong to the call's result."""
     internals.logged_outside.update(internals.logged)
     internals.logged.clear()
 

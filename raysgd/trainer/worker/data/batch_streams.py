@@ -2,7 +2,7 @@
 
 A stream keeps an iterator over its source open between calls, so a call with `num_steps` continues where the previous
 call stopped. The position is the number of samples that all ranks together have used, so it is valid for any number of
-workers. A pass is one time through the data; it may span several calls.
+workers. A pass is one iteration through the whole data; it may span several calls.
 
 A step counts as done only once the loop requests the next batch or finishes. `BatchStream.take` then confirms the
 step. Until then, the operator's meters and `global_step` may be ahead of the position.
@@ -29,7 +29,10 @@ class BatchInStep(Protocol):
 
     @property
     def is_padding(self) -> bool:
-        """True if none of the batch's samples count. The rank trains on it only to join other ranks' collectives."""
+        """True if no sample in this batch counts.
+
+        The rank trains on the batch only to take part in other ranks' collectives.
+        """
 
     @property
     def is_boundary(self) -> bool:
@@ -39,7 +42,7 @@ class BatchInStep(Protocol):
 class PlaceInStep(Protocol):
     """A replica's position in a step that all replicas take together.
 
-    With PyTorch, this is the current `Leg`, the part of a call that one worker group runs.
+    The PyTorch front end uses the current `Leg`, the part of a call that one worker group runs.
 
     Attributes:
         began_at: Time at which the replica started to draw its batch.
@@ -52,10 +55,10 @@ class PlaceInStep(Protocol):
         """The most recent batch that the stream yielded."""
 
     def skip(self) -> None:
-        """Exclude the most recent batch from training."""
+        """Skip the most recent batch, so that it does not take part in training."""
 
     def confirm(self) -> None:
-        """Check the group before a step counts as done. Raises if the group broke during the step."""
+        """Check the worker group before a step counts as done. Raises if the group broke during the step."""
 
     def end_stream(self) -> None:
         """Called when the call has no more batches."""
@@ -66,14 +69,14 @@ PlaceT = TypeVar("PlaceT", bound=PlaceInStep)
 
 
 class _OpenPass(Generic[ItemT]):
-    """The part of a pass that has not been yielded yet.
+    """The rest of a pass over the data: items that the stream has not yielded yet.
 
     Args:
         items: Iterator over the source's items.
 
     Attributes:
         items: Iterator over the items that have not been drawn.
-        ahead: Items that were drawn but not yielded. None marks the end of the pass.
+        ahead: Items that were drawn from `items` but not yielded yet. None marks the end of the pass.
     """
 
     def __init__(self, items: Iterator[ItemT]) -> None:
@@ -82,7 +85,7 @@ class _OpenPass(Generic[ItemT]):
 
 
 class BatchStream(ABC, Generic[ItemT, PlaceT]):
-    """Yields the batches of a source, pass after pass, and tracks the position.
+    """Yields the batches of a source, for pass after pass over the data, and tracks the position.
 
     A subclass defines what an item of its source is and how samples are counted.
 
@@ -135,11 +138,11 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
     @abstractmethod
     def _begin_pass(self, consumed: int) -> Iterator[ItemT]:
-        """Open the source for the pass `pass_index`, skipping the first `consumed` samples."""
+        """Open the source for pass number `pass_index`, skipping the pass's first `consumed` samples."""
 
     @abstractmethod
     def _begin_step(self, place: PlaceT, item: ItemT, is_last: bool) -> Any:
-        """Report a batch to `place`, count its samples, and return the batch.
+        """Count a batch's samples, set the batch as the current one in `place`, and return it.
 
         Args:
             place: The replica's position in its step.
@@ -149,7 +152,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
     @property
     def num_steps_completed(self) -> int:
-        """Number of steps that count as done. A step counts once the loop has requested the batch after it."""
+        """Number of steps that are done. A step is done once the loop has requested the batch after it."""
         return self.num_steps_taken - self._num_open
 
     @property
@@ -252,7 +255,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         return batch
 
     def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
-        """Return two flags: whether a global step starts with this item, and whether a global step ends with it."""
+        """Return two flags: True if a global step starts with this item, and True if a global step ends with it."""
         return True, True
 
     def _is_last_of_pass(self, open_pass: _OpenPass[ItemT], item: ItemT) -> bool:
@@ -275,7 +278,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
 
 
 class WatchedBatches:
-    """The iterator passed to `train_epoch`. `was_touched` becomes True on first use."""
+    """The iterator of batches passed to the user's `train_epoch`. `was_touched` becomes True on first use."""
 
     def __init__(self, batches: Iterator[Any], stream: BatchStream[Any, Any]) -> None:
         self._batches = batches
@@ -284,7 +287,7 @@ class WatchedBatches:
 
     @property
     def is_padding(self) -> bool:
-        """True if the last batch repeats samples because this worker has run out while other workers have not."""
+        """True if the last batch is padding, which repeats samples because only other workers have samples left."""
         is_padding: bool = self._stream.place.batch.is_padding
         return is_padding
 

@@ -1,4 +1,4 @@
-"""One call of `train` on one worker: its progress, where it stops, and the record from which other ranks continue."""
+"""One call to `train` on one worker: its progress, where it stops, and the record from which other ranks continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METRICS = "metrics"
 
 
 class NumberedRun(Protocol):
-    """A rank's record of a training call, which outlives the call.
+    """Base class of a rank's record of a training call. The rank keeps this record after the call has ended.
 
     Attributes:
         call: Number of the call.
@@ -35,16 +35,19 @@ RunT = TypeVar("RunT", bound=NumberedRun)
 
 
 def run_of(kept: RunT | None, call: int) -> RunT | None:
-    """Return `kept` if it is the record of the call with this number. Return None if the rank has not started it."""
+    """Return `kept`, the rank's last record, if it belongs to the call with this number; otherwise None."""
     return kept if kept is not None and kept.call == call else None
 
 
 class HeldAtBoundary(BaseException):
-    """Stops an epoch between two steps so that it can continue later. `except Exception` does not catch it."""
+    """Raised to stop an epoch between two steps, so that it can continue later.
+
+    `except Exception` does not catch it.
+    """
 
 
 class Gate:
-    """One rank's part in the agreement of all ranks to stop after a given step.
+    """Lets one rank take part in an agreement by which all ranks stop training after the same step.
 
     The training thread calls `stops` between two steps. A second thread makes the proposals.
 
@@ -75,7 +78,10 @@ class Gate:
             return False
 
     def settle(self, is_agreed: bool) -> None:
-        """Accept or withdraw the proposal. If `is_agreed`, all ranks stop at the proposed step; otherwise none do."""
+        """Accept or withdraw the proposal.
+
+        If `is_agreed`, all ranks stop at the proposed step; otherwise no rank stops there.
+        """
         with self._changed:
             if is_agreed:
                 self._is_agreed = True
@@ -89,7 +95,7 @@ class Gate:
             return True
         if not self._is_proposed(completed):
             return False
-        with self._changed:  # recheck: the second thread may have withdrawn the proposal and made a later one
+        with self._changed:  # check again: the second thread may have replaced the proposal with a later one
             while self._is_proposed(completed) and self._is_agreed is None:
                 self._changed.wait()
             return self._is_proposed(completed)
@@ -109,14 +115,15 @@ class RunState:
 
     Attributes:
         num_steps: Number of completed steps of the call.
-        epoch_idx: Index of the pass in which the call started.
+        epoch_idx: Index of the pass over the data in which the call started.
         num_requested: Number of steps that the call takes; None for the rest of the pass.
         is_exhausted: True if all steps are done. User code after the last step may still have to run.
         is_finished: True if the call is complete, including user code after the last step.
         name: Name of the rank that created this record.
-        metrics: Metrics of that rank; None if the rank keeps reporting them itself.
-        others: Metrics of all ranks that this rank knows, as of the last completed step, by rank name. Empty if
-            `metrics` is set.
+        metrics: Metrics of the rank that created this record; None if that rank stays in the group and reports them
+            itself.
+        others: Metrics of all ranks as of the last completed step, as far as this rank received them, by rank name.
+            Empty if `metrics` is set.
         lost: Metrics of lost ranks, by rank name.
         place: Position in data passed to this call; None for registered data.
         call: Number of the call.
@@ -145,16 +152,16 @@ class EpochRun:
     Attributes:
         epoch_idx: Index of the pass in which the call started.
         num_steps: Number of steps to take; None for the rest of the pass.
-        meters: Meters, which accumulate the call's metrics. They include a step once it is done.
-        rows: Metrics that the ranks exchanged during this call.
+        meters: Meters, which accumulate the call's metrics. A step's metrics are included once the step is done.
+        rows: The metrics that ranks sent to each other in each step of this call.
         num_steps_before: Number of steps completed before the current stream was attached.
-        answer: The answer of the call; None until this rank has finished it.
+        answer: This rank's answer to the call; None until the rank has finished the call.
         is_finished: True if the call is complete, possibly because another rank reported so.
         is_exhausted: True if all steps were done at the last `detach`.
         place: Position in data passed to this call, as of the last `detach`.
-        gate: This rank's part in an agreement of all ranks to stop between two steps.
-        ledger_before: Record of the samples used before the call; None if this rank joined later.
-        call: Number of the call. It distinguishes this call's requests from requests of other calls.
+        gate: Agrees with the other ranks to stop between two steps.
+        ledger_before: Record of which samples were used before the call; None if this rank joined during the call.
+        call: Number of the training call. It distinguishes this call's requests from other calls' requests.
     """
 
     epoch_idx: int
@@ -194,9 +201,10 @@ class EpochRun:
         return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
 
     def detach(self) -> None:
-        """Drop the stream, because the new group continues with another stream. Only completed steps count.
+        """Drop the stream, because the call continues in a new group with a new stream. Only completed steps count.
 
-        This also cancels an agreement to stop, because a worker that joins the new group does not know of it.
+        This also cancels an agreement to stop, because workers that join the new group have not taken part in the
+        agreement.
         """
         self.gate = Gate()
         self.meters.drop_held()
@@ -216,7 +224,7 @@ class EpochRun:
         self.answer, self.is_finished = answer, True
 
     def state(self, with_metrics: bool) -> RunState:
-        """Return the progress from which another rank or a later process continues.
+        """Return a record of the call's progress, from which another rank or a later process can continue the call.
 
         Args:
             with_metrics: True to include this rank's metrics, for a snapshot or because this rank leaves the group.
@@ -245,9 +253,9 @@ class EpochRun:
     def take_over(self, state: RunState) -> None:
         """Continue from another rank's progress, but keep this rank's own metrics.
 
-        If the other rank has completed one more step, that step counts on all ranks. This rank has discarded its
-        metrics of that step. It had sent its running sums to all ranks together with its gradients, however, so it
-        restores them from the other rank's record.
+        If the other rank has completed one more step, that step counts on all ranks. This rank was interrupted in that
+        step and has discarded the step's metrics. But it had sent its running sums with its gradients to all ranks, so
+        it can restore them from the other rank's record.
 
         Args:
             state: The other rank's progress.
@@ -266,7 +274,7 @@ class EpochRun:
 
     @property
     def _told(self) -> dict[str, MetricSummary]:
-        """Metrics of all ranks as of the last completed step, by rank name."""
+        """All ranks' metrics as of the last completed step, by rank name."""
         rows = self.rows.as_of(self.num_completed).items()
         return {name: row if isinstance(row, MetricSummary) else self._read(row) for name, row in rows}
 
@@ -274,7 +282,7 @@ class EpochRun:
         return self.meters.summary_of(*row.part(METRICS))
 
     def settle(self, present: Collection[str] | None) -> None:
-        """Continue in a new group. Ranks outside it are lost. The metrics they had sent are added when the call ends.
+        """Prepare to continue in a new group. Keep metrics that lost ranks had sent, to add them when the call ends.
 
         Args:
             present: Names of the ranks in the new group. If None (unknown), no rank counts as lost.
@@ -283,7 +291,7 @@ class EpochRun:
         self.rows.settle(self.num_completed, told, told if present is None else present)
 
     def with_lost(self, answer: EpochAnswer) -> EpochAnswer:
-        """Return the answer with the metrics of lost ranks added. Only rank 0 counts them."""
+        """Return the answer with lost ranks' metrics added. Called only on rank 0, so that they are counted once."""
         if answer.metrics is None:
             return answer
         lost = list(self.rows.lost.values())

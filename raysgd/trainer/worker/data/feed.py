@@ -1,4 +1,4 @@
-"""One replica's data across calls: its streams, its number of passes, and the position that snapshots store."""
+"""One replica's data across calls: streams of batches, the number of passes, and the position that snapshots store."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class DataFeed(ABC):
-    """Provides a replica's streams and tracks their positions.
+    """Provides a replica's streams of batches and tracks their positions.
 
-    A source of batches sets `is_divided` to True if the library shards its data, which makes a position valid for any
-    number of workers. Its `state(consumed, is_mid_pass)` then returns the remaining entries of a position, such as the
-    data, their order and the location in them. Its `load_state(position)` restores a position, and returns True if the
-    interrupted pass can continue from there.
+    Subclasses create the sources of batches. A source sets `is_divided` to True if the library shards its data.
+    Positions are then valid for any number of workers. The source's `state(consumed, is_mid_pass)` returns the entries
+    of a position that only the source knows, such as the order of the samples. Its `load_state(position)` restores a
+    position, and returns True if the interrupted pass can continue from there.
 
     Attributes:
         epoch: Number of passes over the train data that have started.
@@ -36,7 +36,7 @@ class DataFeed(ABC):
         self.epoch = 0
         self.train_stream: Any = None
         self.data_of_call: dict[str, CallData] = {}
-        self._left_to_validate: Any = None  # the stream that the next call of `validate` continues
+        self._left_to_validate: Any = None  # the stream that the next call to `validate` continues
         self._to_resume: Mapping[str, Any] | None = None
         self._of_call: tuple[str | None, Any] = (None, None)
         self._made: dict[str, tuple[str | None, Any]] = {}
@@ -73,10 +73,13 @@ class DataFeed(ABC):
 
     @abstractmethod
     def obstacle(self, name: str) -> str | None:
-        """Return why the position in the "train" or "validation" data is unknown; None if it is known."""
+        """Return the reason why the position in the "train" or "validation" data is unknown; None if it is known."""
 
     def obstacle_of_call(self, stream: Any) -> str | None:
-        """Return why a call on its own data cannot continue mid-pass. None if it can, or if it uses registered data."""
+        """Return the reason why a call that was passed its own data cannot continue inside a pass.
+
+        Return None if the call can continue, or if it uses registered data.
+        """
         return None
 
     @abstractmethod
@@ -88,7 +91,10 @@ class DataFeed(ABC):
         """Return the loader registered under "train" or "validation" if it reads Ray Data, otherwise None."""
 
     def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
-        """Store this worker's shard of data that the driver shards. It replaces an earlier shard, unless it is None."""
+        """Store this worker's shard of data that the driver shards, in place of an earlier shard.
+
+        If the shard is None, keep the earlier shard.
+        """
         if share is None:
             return
         if request.shard_key is not None:
@@ -105,7 +111,7 @@ class DataFeed(ABC):
 
         Args:
             request: The training request.
-            is_begun: True if the call is resumed, so that its pass over the request's data is already counted.
+            is_begun: True if the call is resumed. Its pass over the request's data is then already counted.
         """
         epoch = self.epoch
         with OnFailure(lambda: self._count(epoch)):  # do not count the pass if the call fails to start
@@ -129,12 +135,12 @@ class DataFeed(ABC):
 
     @contextmanager
     def validating(self, request: EpochRequest) -> Iterator[Any]:
-        """Yield the stream for a call of `validate`.
+        """Yield the stream of batches for a call to `validate`.
 
         If a call with `num_steps` over registered data succeeds, the next call continues after its last batch. In all
         other cases, the next call starts with the first batch, regardless of where the user's loop stopped.
         """
-        if request.shard_key is not None:  # the call was passed its own data
+        if request.shard_key is not None:  # the user passed data to this call
             yield self._open_validation(request)
             return
         left, self._left_to_validate = self._left_to_validate, None
@@ -144,7 +150,7 @@ class DataFeed(ABC):
             self._left_to_validate = stream
 
     def _stream_of_call(self, request: EpochRequest) -> Any:
-        """Return the stream over the call's own data, at the position where the previous call on that data stopped."""
+        """Return a stream over data passed to a call, at the position where the previous call on this data stopped."""
         key, stream = self._of_call
         if stream is None or key != request.shard_key:
             source = self._source_of_call("train", request, training=True)
@@ -164,7 +170,10 @@ class DataFeed(ABC):
         self.data_of_call["train"] = replace(share, place=None)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:
-        """Return the loader or dataset for a call's shard. Created once and reused by all calls on the same shard."""
+        """Return the loader or dataset for a shard of data passed to a call.
+
+        Calls on the same shard share one loader.
+        """
         key, made = self._made.get(name, (None, None))
         if key != request.shard_key:
             made = self._make(name)
@@ -176,7 +185,7 @@ class DataFeed(ABC):
         return stream is self.train_stream and has_divided_source(stream)
 
     def break_off(self) -> None:
-        """Discard interrupted steps so that they are repeated."""
+        """Discard interrupted steps, so that their batches are yielded again."""
         for stream in (self.train_stream, self._of_call[1]):
             if stream is not None:
                 stream.break_off()
@@ -187,14 +196,17 @@ class DataFeed(ABC):
         Args:
             request: The training request.
             share: This worker's shard, if the driver shards the call's data; otherwise None.
-            place: The call's position in its own data.
+            place: The position in the data that was passed to the call.
         """
         if request.shard_key is not None:
             self.take_share("train", request, share)
             self.data_of_call["train"] = replace(self.data_of_call["train"], place=place)
 
     def place_of_call(self, stream: Any) -> DataPosition | None:
-        """Return where a call stopped in its own data. None at the end of a pass, or if the position is unknown."""
+        """Return the position at which a call stopped in data passed to it.
+
+        Return None at the end of a pass, or if the position is unknown.
+        """
         if stream is self.train_stream or not has_divided_source(stream):
             return None
         if not stream.is_mid_pass:
@@ -203,7 +215,7 @@ class DataFeed(ABC):
         return DataPosition(stream.pass_index, consumed, stream.source.state(consumed, True))
 
     def begin_pass(self) -> int:
-        """Count a new pass over the train data and return its index."""
+        """Count a new pass over the train data and return the pass's index."""
         self.epoch += 1
         return self.epoch - 1
 

@@ -1,4 +1,4 @@
-"""Base class of the loops over the steps of a training call."""
+"""`Loop`: the framework-specific part of a training loop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from raysgd.trainer.worker.data.feed import DataFeed
 class Loop:
     """The framework-specific part of a training loop over a feed's batches.
 
-    It also knows whether a step is only partly done. This base class assumes that the state is always the state after
-    a completed step. A step boundary is the point between two steps.
+    A step boundary is the point between two steps. Subclasses know whether the replica is at a boundary or inside a
+    step. This base class assumes that the replica is always at a boundary.
 
     Attributes:
-        first_bin: Bin of the time `Ledger` for the time before the first batch is drawn. If the library draws no
-            batches, it is the bin for the whole call.
+        first_bin: Category in the time `Ledger` to which time before the first batch is assigned. If the library draws
+            no batches, the whole call is assigned to it.
     """
 
     first_bin: ClassVar[str] = OTHER
@@ -42,7 +42,10 @@ class Loop:
 
     @property
     def can_return(self) -> bool:
-        """True if the state after the last completed step can be restored when user code raises. Same on all ranks."""
+        """True if the state after the last completed step can be restored when user code raises.
+
+        The value is the same on all ranks.
+        """
         return self.is_whole
 
     @property
@@ -55,7 +58,7 @@ class Loop:
         return False
 
     def may_be_parted(self, error: BaseException) -> bool:
-        """Return True if an exception may be caused by ranks running different operations."""
+        """Return True if an exception may have been raised because ranks ran different operations."""
         return False
 
     @property
@@ -65,7 +68,7 @@ class Loop:
 
     @property
     def joint_work(self) -> JointWork | None:
-        """Record of the work that must be identical on all ranks in the training call; None if none is recorded."""
+        """Record of the training call's actions that must be the same on all ranks; None if nothing is recorded."""
         return None
 
     def plain(self, value: Any) -> Any:
@@ -73,10 +76,10 @@ class Loop:
         return value
 
     def note_boundary(self) -> None:
-        """Called at a step boundary, where the state is the state after a completed step."""
+        """Called at a step boundary, when a step is complete."""
 
     def note_restored(self) -> None:
-        """Called when the state was replaced by the state after a completed step."""
+        """Called after the state was replaced by the state from a step boundary."""
         self.note_boundary()
 
     def begin_call(self) -> None:
@@ -86,7 +89,7 @@ class Loop:
         """Restore the state at the last step boundary. The batches since then will be repeated."""
 
     def end_call(self) -> None:
-        """Called when a training call has its answer."""
+        """Called when a training call's answer is complete."""
 
     def stream(self, request: EpochRequest, *, is_begun: bool = False) -> Any:
         """Return the stream of batches for a training call; see `DataFeed.training`."""
@@ -101,12 +104,12 @@ class Loop:
         return self._feed.is_divided(stream)
 
     def break_off(self) -> None:
-        """Discard an interrupted step so that it is repeated."""
+        """Discard an interrupted step, so that its batches are yielded again."""
         self._feed.break_off()
 
     @property
     def order_obstacle(self) -> str | None:
-        """Reason why this process cannot repeat the rest of the pass in the same order; None if it can."""
+        """Reason why this process cannot repeat the rest of the pass in the same sample order; None if it can."""
         return None
 
     def ledger(self) -> DataLedger | None:
@@ -126,7 +129,7 @@ class Loop:
         return int(run.meters.n)
 
     def results(self, run: EpochRun) -> Any:
-        """Return the metrics of an epoch that other ranks have completed but this rank has not."""
+        """Return this rank's metrics for an epoch that another rank finished, so that this rank need not finish it."""
         return run.meters.summary()
 
     def extra_results(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Rows: the metrics that each rank sends to all other ranks in every step, before the optimizer steps.
+"""In every step, each rank sends its metrics so far, called its row, to all other ranks before the optimizer steps.
 
 A row has named parts. Each part has values and a layout that says what the values mean. Layouts seldom change, so a
-rank sends its layout only when it changes. A rank that completes a step has the rows of all ranks as of that step, so
-every survivor knows what a lost rank had measured. It also keeps the rows of the step before, because the ranks
-continue from that step if the latest step is interrupted.
+rank sends its layout only when it changes. A rank that completes a step has received all ranks' rows for that step, so
+every survivor knows what a lost rank had measured. It also keeps the previous step's rows, because the ranks continue
+from the previous step if the latest step is interrupted.
 
 `RowExchange` sends rows within one group. `RankRows` stores them across all groups of one call. ADR 1 gives the
 reasons.
@@ -31,7 +31,7 @@ _FIRST_CAPACITY = 512
 
 
 class Row(NamedTuple):
-    """One rank's row.
+    """The metrics that one rank sends to all other ranks in one step.
 
     Attributes:
         parts: Name, layout and number of values of each part.
@@ -52,7 +52,9 @@ class Row(NamedTuple):
 
 
 class RowExchange:
-    """One rank's side of the row exchange within one group. All ranks must call `exchange` together.
+    """Sends this rank's row of metrics to all ranks in a group, and receives theirs.
+
+    All ranks must call `exchange` together.
 
     Args:
         name: Name of this rank, which stays the same in later groups.
@@ -70,13 +72,15 @@ class RowExchange:
 
         Args:
             parts: The parts by name.
-            gather: All-gather to use for the first try instead of the default. It may send other data with the row.
+            gather: All-gather to use first instead of the default, for example an all-gather that sends other data
+                along with the row.
         """
         own = self._encoded(parts)
         received = self._gathered(own, gather or self._gather)
         heads = _heads_of(received)
         while (needed := max(num_bytes for num_bytes, *_ in heads)) > self._capacity:
-            self._capacity = 1 << (needed - 1).bit_length()  # computed from all rows, so it is the same on all ranks
+            # Computed from all rows, so all ranks get the same capacity.
+            self._capacity = 1 << (needed - 1).bit_length()
             received = self._gathered(own, self._gather)
             heads = _heads_of(received)
         return dict(map(self._decoded, itertools.count(), received, heads))
@@ -109,11 +113,11 @@ def _heads_of(rows: Sequence[Array]) -> list[tuple[int, int, int]]:
 
 
 class RankRows:
-    """The rows of all ranks in a call, by rank name, across the groups of that call.
+    """Stores all ranks' rows of metrics in a call, by rank name, even if the worker group changes during the call.
 
     Attributes:
         name: Name of this rank.
-        lost: Rows or metrics of lost ranks, as of the last step that counts for each rank.
+        lost: Rows or metrics of lost ranks, each as of the last step that counts.
     """
 
     def __init__(self, name: str) -> None:
@@ -128,11 +132,11 @@ class RankRows:
         self._told.append((num_steps, rows))
 
     def as_of(self, num_steps: int) -> Mapping[str, Any]:
-        """Return the rows sent in the last of `num_steps` completed steps, by rank name; empty if unknown."""
+        """Return the rows sent in the last of the first `num_steps` steps, by rank name; empty if unknown."""
         return next((rows for before, rows in reversed(self._told) if before < num_steps), {})
 
     def settle(self, num_steps: int, rows: Mapping[str, Any], present: Collection[str]) -> None:
-        """Continue in a new group after `num_steps` steps. Ranks that are not in `present` are lost."""
+        """Continue in a new group after `num_steps` steps. Keep the rows of ranks not in `present`, which are lost."""
         self._told.clear()
         self.note(num_steps - 1, rows)
         self.lost.update({name: row for name, row in rows.items() if name not in present})

@@ -1,4 +1,4 @@
-"""Copies of a worker's state, stored until the driver has fetched them, and mid-call snapshots."""
+"""Copies of a worker's state, including snapshots inside a call, stored until the driver has fetched them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INLINE_BYTES = 65536  # a state up to this size is sent with the answer, becaus
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A copy of the state, or of this rank's part if the state is sharded.
+    """A copy of a worker's state, or of this rank's part of the state if the state is sharded.
 
     Attributes:
         content: The copy.
@@ -30,8 +30,8 @@ class StateCopy:
 class StateCopies:
     """Takes copies of one worker's state and stores them until the driver has fetched them.
 
-    Also stores this rank's parts of the two newest mid-call snapshots, keyed by the number of steps before them. A
-    second thread fetches copies while the training thread runs.
+    Also stores this rank's parts of the two newest mid-call snapshots, keyed by the number of steps completed before
+    each. A second thread fetches copies while the training thread runs.
 
     Args:
         every: Number of steps between copies of the state inside a training call; None for no copies.
@@ -39,7 +39,7 @@ class StateCopies:
 
     Attributes:
         every: Number of steps between copies, as passed to the constructor.
-        newest: Number of steps before the newest snapshot of the running call; 0 if it has no snapshot.
+        newest: Number of steps that the running call had completed at its newest snapshot; 0 if it has no snapshot.
     """
 
     def __init__(self, every: int | None, ledger: Ledger) -> None:
@@ -69,7 +69,7 @@ class StateCopies:
             return part
 
     def inside_call(self, state: Any, rank: int, progress: Any) -> Capture:
-        """Copy the state in the middle of a call. Replaces copies that the driver has not requested.
+        """Copy the state in the middle of a call. Discard older copies that the driver has not requested.
 
         Args:
             state: A `ReplicaState`.
@@ -82,12 +82,13 @@ class StateCopies:
             return self._with(state.copy_for_driver(rank), Capture(state.own(), progress=progress))
 
     def _with(self, copy: StateCopy | None, part: Capture) -> Capture:
-        """Return `part` with a small copy included, or with the token of a large copy."""
+        """Add a copy of the shared state to `part`: a small copy directly, a large copy as a token to fetch it by."""
         if copy is None:
             return part
         if copy.num_bytes <= _INLINE_BYTES and not copy.is_part:
             return replace(part, shared_state=copy.content)
-        with self._changing:  # otherwise `fetch`, which replaces the dict, could drop the new entry
+        # Otherwise `fetch` in the second thread, which replaces the dict, could drop the new entry.
+        with self._changing:
             self._last_token += 1
             self._kept[self._last_token] = copy
             return replace(part, token=self._last_token, is_part=copy.is_part)
@@ -106,15 +107,15 @@ class StateCopies:
         return self.every is not None and num_steps - self.newest >= self.every
 
     def keep(self, num_steps: int, part: Capture) -> None:
-        """Store this rank's part of the snapshot after `num_steps` steps, and discard all but one earlier part."""
+        """Store this rank's part of the snapshot after `num_steps` steps. Of earlier parts, keep only the latest."""
         self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
         self._parts[num_steps] = part
         self.newest = num_steps
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """Return this rank's part of the snapshot after `number` steps. Return None if it was discarded.
+        """Return this rank's part of the snapshot after `number` steps, or None if the part was discarded.
 
-        The copy of the returned part is retained until the driver fetches it.
+        If the part has a separate copy of shared state, retain that copy until the driver fetches it.
         """
         part = self._parts.get(number)
         if part is not None and part.token is not None:

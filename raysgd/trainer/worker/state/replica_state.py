@@ -1,4 +1,4 @@
-"""Reads, checks and replaces a replica's state, which has a part shared by all ranks and a part of this rank alone."""
+"""Reads, checks and replaces a replica's state: a part that all ranks share, and a part that only this rank has."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def _more_progress(self) -> dict[str, Any]:
-        """Return additional entries for `RESUME`."""
+        """Return additional progress to store under the `RESUME` key of a state dict."""
 
     @abstractmethod
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Load the entries that `_more_progress` returned."""
+        """Load the progress that `_more_progress` returned."""
 
     @abstractmethod
     def copy_for_driver(self, rank: int) -> StateCopy | None:
@@ -58,7 +58,7 @@ class ReplicaState(ABC):
 
     @abstractmethod
     def own(self) -> Any:
-        """Return the part of the state that belongs to this rank: its random states."""
+        """Return the state that only this rank has: the states of its random generators."""
 
     @abstractmethod
     def check_own(self, own: Any) -> None:
@@ -69,7 +69,7 @@ class ReplicaState(ABC):
         """Load this rank's own state."""
 
     def decoded(self, state: Any) -> Mapping[str, Any]:
-        """Decode a copy into the state that it was made from."""
+        """Convert a copy made for the driver back into a state dict."""
         decoded: Mapping[str, Any] = state
         return decoded
 
@@ -77,7 +77,8 @@ class ReplicaState(ABC):
         """Restore a snapshot or a checkpoint. If it does not match this operator, nothing changes.
 
         Args:
-            shared_state: A copy of the state, or the state itself if it was not sent. No reference to it is retained.
+            shared_state: A copy of the state, or the live state if it never left this process. No reference to it is
+                retained.
             own_state: This rank's random states; None to leave the current random states unchanged.
 
         Raises:
@@ -123,8 +124,8 @@ class ReplicaState(ABC):
     def apply(self, state: Mapping[str, Any]) -> None:
         """Load a state that has been checked. No reference to it is retained.
 
-        If the operator's `load_state_dict` raises, registered objects are already replaced. `check` cannot foresee
-        this.
+        If the user's `load_state_dict` raises, the registered objects' states are already replaced, because `check`
+        cannot predict the error.
         """
         operator = self._operator
         own_state = copy.deepcopy(state["operator"])  # first, because copying may fail and nothing is replaced yet

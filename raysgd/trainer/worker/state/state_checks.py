@@ -11,7 +11,7 @@ _MAX_COUNT = 2**62
 
 
 def require(holds: bool, finding: str) -> None:
-    """Reject the state dict to load unless a condition holds.
+    """Raise an error about an invalid state dict unless a condition holds.
 
     Raises:
         ValueError: `holds` is False. The message contains `finding`.
@@ -62,7 +62,7 @@ def check_count(name: str, value: Any) -> None:
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
     """Check that a state dict has every part, with the right number of objects.
 
-    The driver calls this too. It knows only these counts and no other details of the operator.
+    The driver calls this too, and knows only these counts about the operator.
 
     Args:
         state: The state dict to load.
