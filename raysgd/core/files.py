@@ -1,8 +1,8 @@
 """Atomic writes of local files, and checks that paths are local.
 
 A write goes to a temporary file next to the target, which is renamed to the target once it is completely on disk. If a
-process is killed in the middle, the earlier file stays intact and a file `.raysgd-*.tmp` is left over. The next write
-into the folder deletes this leftover: immediately if its name shows that its process ran on this machine and has ended,
+process is killed during a write, the earlier file stays intact and a file `.raysgd-*.tmp` is left over. The next write
+to the folder deletes this leftover: immediately if its name shows that its process ran on this machine and has ended,
 otherwise when it is old. Without this cleanup, frequently preempted training runs would fill the disk.
 """
 
@@ -118,7 +118,7 @@ def _last_change(entry: os.DirEntry[str]) -> float:
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:
-    """Flush a file, or a folder's list of names, to disk. Ignore that some file systems cannot flush a folder."""
+    """Flush a file, or a folder's list of names, to disk. Do nothing if the file system cannot flush folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

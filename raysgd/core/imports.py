@@ -66,7 +66,7 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
 def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
     """Return the name of the package whose absence caused an import error, or None if the import failed otherwise.
 
-    The package may be the one that has `module`, or another package that it needs.
+    This is either the package that contains `module`, or a package that `module` imports.
     """
     while error is not None:
         name = error.name if isinstance(error, ModuleNotFoundError) else None

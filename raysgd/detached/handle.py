@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 class DetachedTrainer:
     """A handle to a trainer that runs in a separate process and outlives this program.
 
-    It has the methods of that trainer: of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
+    It has the same methods as the trainer, which is, for example, a `TorchTrainer`, `TFTrainer` or `train.Trainer`.
 
     Calls from all programs run one at a time. While you wait for a call, your program prints the trainer's output.
     Ctrl-C ends the call, as it does for a trainer in your program. The trainer continues if a program ends without
@@ -95,7 +95,7 @@ class DetachedTrainer:
     def shutdown(self, force: bool = False) -> None:
         """End the trainer and its process, and free their resources. A second call does nothing.
 
-        A running call of any program is ended too, and raises `TrainerShutdownError`.
+        If any program is running a call, that call raises `TrainerShutdownError`.
 
         Args:
             force: True to end the workers immediately instead of letting them shut down cleanly.
@@ -193,7 +193,8 @@ class DetachedTrainer:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
         kwargs = {**kwargs, **given}
-        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # in the trainer's process, the call itself blocks
+        # the call returns here at once, but in the trainer's process it blocks
+        if name in MAY_GO_ON and not kwargs.get("blocking", True):
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             try:
                 self._ask("begin", asked)  # wait here, because Ray does not preserve the order of repeated requests
@@ -227,7 +228,7 @@ class DetachedTrainer:
         except KeyboardInterrupt:  # forwarded: the call raises it in the trainer's process, and its answer contains it
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
-        del call  # otherwise Ray would repeat the request to restore a lost reply after the call was discarded
+        del call  # otherwise, if the reply is lost, Ray would repeat the request, although the call has been discarded
         if reply is None:
             raise RuntimeError("Another program has the result of this call.")
         packed, num_pieces = reply

@@ -46,7 +46,7 @@ class BackgroundWriter:
     """Writes checkpoint files in a background thread, one after the other, in the order of `submit`.
 
     The thread runs only while writes are queued. It is not a daemon thread, so a program finishes its writes before it
-    exits. A failed write is logged at once, and the next call of `submit`, `write`, `wait` or `close` raises the error.
+    exits. A failed write is logged at once, and the next call to `submit`, `write`, `wait` or `close` raises the error.
     After several failures, each of these calls raises one error, oldest first. A `WorkersLostError`, for a state that
     was lost with its worker, is different: only `wait` and `close` raise it, and not after a later successful write.
     """
@@ -73,7 +73,7 @@ class BackgroundWriter:
             self._raise_failure(passing=WorkersLostError)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
-                thread.start()  # the thread first waits for the lock, which this block holds
+                thread.start()  # the thread cannot run before this block ends, because the block holds the lock
                 self._thread = thread
             submitted = SubmittedWrite(self)
             self._jobs.append((submitted, files.absolute(path), produce, write))

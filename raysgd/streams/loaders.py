@@ -77,8 +77,8 @@ class BatchMaker:
 
     Args:
         of_pass: The pass over the stream.
-        watched: The lanes whose ends this worker watches. It also reads rows of neighboring lanes: if its part of a
-            global batch ends inside a lane, two workers read that lane.
+        watched: The lanes whose ends this worker detects. The worker also reads rows from neighboring lanes: if its
+            part of a global batch ends inside a lane, two workers read that lane.
         collate: Combines a list of rows into a batch.
 
     Attributes:
@@ -128,7 +128,7 @@ class BatchMaker:
         return collated(self._collate, rows, places)
 
     def rows(self, wanted: Sequence[LaneSlice]) -> Iterator[tuple[str, int, Any]]:
-        """Yield the shard, number and content of each row, before the pipeline steps that follow the last filter."""
+        """Yield each row's shard, number and content. The pipeline steps after the last filter are not applied yet."""
         for lane, start, stop in wanted:  # slices of the same lane are in row order
             reader = self._reader(lane)
             reader.skip(start - self._passed[lane])

@@ -22,7 +22,7 @@ from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe
 logger = logging.getLogger(__name__)
 
 _ARRIVAL_S = 30.0  # how long to wait for a checkpoint in transit before its worker is stopped
-_ARRIVAL_AT_CTRL_C_S = 3.0  # the same after Ctrl-C; a second Ctrl-C cuts the wait short
+_ARRIVAL_AT_CTRL_C_S = 3.0  # how long to wait instead after Ctrl-C; a second Ctrl-C ends the wait
 
 
 class PluginHooks(GroupHooks):
@@ -83,7 +83,7 @@ class PluginHooks(GroupHooks):
         return self.group.store(value).reference
 
     def on_start(self, group: EngineGroup) -> GroupReport | None:
-        """Let the plug-in connect the workers. If a worker dies while it does, return a report of the lost worker."""
+        """Let the plug-in connect the workers. If a worker dies meanwhile, return a report about the lost worker."""
         try:
             workers = WorkerGroup.over(group, self._resources)
             self._backend.on_start(workers, self._config)

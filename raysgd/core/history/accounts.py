@@ -115,7 +115,7 @@ class Accounts:
             self._waited_s += self._clock() - began
 
     def kept(self) -> Any:
-        """Return the contents of the accounts, for `take_over` in another process."""
+        """Return the contents of all accounts, to pass to `take_over` in another process."""
         with self._lock:
             return time.time(), self._clock(), dict(self._accounts), dict(self._known), self._waited_s
 
@@ -127,7 +127,7 @@ class Accounts:
             account.since += later_s
 
     def in_calls(self) -> dict[int, float]:
-        """Return the seconds in training calls that each rank has reported."""
+        """Return, for each rank, the seconds in training calls that it has reported."""
         with self._lock:
             return {rank: seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
 
@@ -160,14 +160,15 @@ class Accounts:
         for name in BINS:
             account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
         account.newest = spent
-        late_s = account.told_until - now  # positive if a process's first report was late: time was counted twice
+        # positive if a process's first report was late, so that some time was counted twice
+        late_s = account.told_until - now
         for name in (account.waited_in, DRIVER) if late_s > 0 else ():
             taken = min(late_s, account.seconds[name])
             account.seconds[name] -= taken
             late_s -= taken
 
     def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
-        """When a new process takes over a rank, count the time in between and the steps that the failure undid."""
+        """When a new process takes over a rank, add the time without a process, and move the time of undone steps."""
         last = account.newest
         if last is not None and not spent.is_successor and before is None:  # the process continues from a snapshot
             account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
@@ -180,12 +181,13 @@ class Accounts:
         account.seconds[DRIVER] += until - since - waited_s
 
     def ledger(self, num_ranks: int | None = None) -> TimeLedger:
-        """Return what the time was spent on. With `num_ranks`, mention the ranks below it that have not reported yet.
+        """Return what each rank's time was spent on. With `num_ranks`, name the ranks below it without a report.
 
-        Ranks that no longer exist still count.
+        The ledger still includes ranks that no longer exist.
         """
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
-        for seconds in ranks.values():  # ranks report the wait for a validation as time between calls
+        # ranks report the time in which the driver waited for a validation as time between calls
+        for seconds in ranks.values():
             waited_s = min(self._waited_s, seconds[DRIVER])
             seconds[DRIVER] -= waited_s
             seconds[VALIDATION_WAIT] += waited_s

@@ -31,7 +31,7 @@ MOST_EPOCHS = 10_000
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call of `train`, `validate` or `test`.
+    """One call to `train`, `validate` or `test`.
 
     Attributes:
         kind: "train", "validation" or "test".
@@ -76,7 +76,7 @@ class History(Sequence[dict[str, Any]]):
         events: The list in which failures and resizes are recorded. Default: a new list.
 
     Attributes:
-        records: All calls of `train`, `validate` and `test`, in order.
+        records: All calls to `train`, `validate` and `test`, in order.
         events: Worker failures and group resizes.
         stop_reason: Why a callback stopped the run; None if no callback did.
         journal: The run's folder, which contains the journal of its steps; None if the run has no journal.
@@ -127,7 +127,8 @@ class History(Sequence[dict[str, Any]]):
 
         Args:
             record: The call.
-            row: The row that a `validate` call completes. Default: the last row, if `fit` made both calls or neither.
+            row: The row that a `validate` call completes. Default: the last row, if `fit` made both this call and the
+                row's `train` call, or neither.
         """
         row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
@@ -341,16 +342,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class CallRecorder:
-    """Records the calls of a trainer in its history.
+    """Records a trainer's calls in its history.
 
     Args:
         events: The list of worker events, to which other objects append.
 
     Attributes:
         history: The calls so far.
-        trained: The epoch, from 1, in which the last call of `train` started.
+        trained: The epoch, from 1, in which the last call to `train` started.
         told_s: Returns the seconds that the ranks have spent in training calls since an earlier process of this trainer
-            died. None if no process died, and after the first training call since then.
+            died. None if no process has died, or if a training call has been recorded since.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
@@ -381,7 +382,7 @@ class CallRecorder:
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
-        """Return a function that adds a validation on a spare to the current row, even if later calls finish first."""
+        """Return a function that adds a spare's validation to the current row, even if later calls finish first."""
         epoch, row = self._epoch, self.history.row_for(of_fit)
 
         def add(result: Any, began_at: float, seconds: float) -> CallRecord:
@@ -409,7 +410,7 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Return a decorator for a trainer's method that records each successful call in the trainer's `_recorder`.
+    """Return a decorator for a trainer's methods. It records each successful call in the trainer's `_recorder`.
 
     `fit` passes `of_fit=True`. For a validation inside an epoch, it also passes `inside`, the epoch and step.
     """

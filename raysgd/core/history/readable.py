@@ -75,7 +75,7 @@ def counted(how_many: int, thing: str, things: str | None = None) -> str:
 
 
 def failures(events: Iterable[Any]) -> list[str]:
-    """Return the number of worker failures among these events as a phrase, in a list. Empty if there are none."""
+    """Return a phrase that counts the worker failures among these events, in a list. Empty without failures."""
     number = sum(event.is_failure for event in events)
     return [f"{counted(number, 'failure', 'failures')} of workers"] if number else []
 
@@ -174,6 +174,6 @@ def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int)
 
 
 def event_lines(events: Iterable[GroupEvent]) -> list[str]:
-    """Return the failures, resizes and similar events as lines, each with the time of day when it ended."""
+    """Format failures, resizes and similar events as lines, each with the time of day when the event ended."""
     shown = [event for event in events if event.kind not in _NEVER_SHOWN]
     return [f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event}" for event in shown]

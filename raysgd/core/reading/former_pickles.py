@@ -1,7 +1,8 @@
 """Reads NumPy values in checkpoint files of Ray's former `ray.util.sgd`, without trusting the files.
 
-The pickles in these files name NumPy functions, which would trust the file: an array of objects would take its pointers
-from the file. Safe functions replace them. They create only numeric arrays whose size matches their bytes exactly.
+The pickles in these files call NumPy functions that trust the file: for example, an array of objects would get its
+    pointers from the file. Safe functions replace them. They create only numeric arrays whose size matches their bytes
+    exactly.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def frames_of_user(trace: TracebackType | None, most: int) -> TracebackType | No
 def with_code(place: str) -> str:
     """Return a location, `file:line in function`, with its line of code if this process can read the file.
 
-    The process that raised the error may lack the file, such as the driver's script on another node, or a notebook
-    cell.
+    The process that raised the error may lack the file: a worker on another node has neither the driver's script nor a
+        notebook's cells.
     """
     parts = _PLACE_WITHOUT_CODE.fullmatch(place)
     code = linecache.getline(parts[1], int(parts[2])).strip() if parts else ""

@@ -69,7 +69,7 @@ def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
     Args:
         path: The file to rewrite.
         step: The last epoch or report number to keep.
-        last_step: The last step inside the next epoch to keep. None to keep no such step.
+        last_step: In the epoch after `step`, keep the reports up to this step. None to keep no reports from that epoch.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report, last_step)]
@@ -85,7 +85,8 @@ def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None)
     Args:
         step: The last epoch or report number that counts.
         report: The report, a dict of metrics.
-        last_step: The last step inside the next epoch that counts. None if no such step counts.
+        last_step: In the epoch after `step`, reports up to this step count too. None if no reports from that epoch
+            count.
     """
     try:
         number = int(report.get("training_iteration") or report["epoch"])

@@ -56,15 +56,15 @@ class Sink(ABC):
 
 
 class FileSink(Sink):
-    """Writes one file. A row is complete when `write` returns.
+    """Base class of sinks that write one file. A row is completely in the file when `write` returns.
 
     Args:
         name: The file: an absolute path, or a name in the run's folder.
 
     Attributes:
         path: The file's path. Before `open`, its name.
-        last_step: When a run continues inside an epoch, the last step of that epoch whose row is kept. None if no such
-            row is kept.
+        last_step: If a run continues in the middle of an epoch, rows of that epoch are kept up to this step. None to
+            keep no rows of that epoch.
     """
 
     last_step: int | None = None
