@@ -81,7 +81,7 @@ class InvalidRegistrationError(TypeError, ValueError, AssertionError):
 
 
 class UnevenStepsError(RaySGDError, RuntimeError):
-    """Ranks took different numbers of steps in a synchronous epoch, or performed different operations in a step."""
+    """Workers took different numbers of steps in a synchronous epoch, or performed different operations in a step."""
 
 
 class RanksDifferError(RaySGDError, RuntimeError):
@@ -103,7 +103,7 @@ class UnpicklableError(RaySGDError, TypeError):
 
 
 class TrainerShutdownError(RaySGDError, RuntimeError):
-    """A trainer was used after it was shut down or its Ray session ended, or a running call was ended by either."""
+    """The trainer was shut down, or its Ray session ended, before or during the call."""
 
 
 class TrainerLostError(RaySGDError, RuntimeError):

@@ -140,7 +140,8 @@ class CallLog:
             for call in calls:
                 call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
         for call in calls:
-            # an iterator can be used only by the program that created it, so no other program may claim this call
+            # the call belongs to an iterator, which only the program that created it can use, so nobody may claim the
+            # answer
             if call.program == "":
                 call.answer.add_done_callback(partial(self._forget, call.token))
         self._drop_oldest()

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 class DetachedTrainer:
     """A handle to a trainer that runs in a separate process and outlives this program.
 
-    It has the same methods as the trainer, which is, for example, a `TorchTrainer`, `TFTrainer` or `train.Trainer`.
+    It has the same methods as the trainer, which is a `TorchTrainer`, a `TFTrainer`, or a trainer of `raysgd.train`.
 
     Calls from all programs run one at a time. While you wait for a call, your program prints the trainer's output.
     Ctrl-C ends the call, as it does for a trainer in your program. The trainer continues if a program ends without

@@ -128,7 +128,7 @@ class BackgroundWriter:
         self.wait()
 
     def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
-        """Raise the oldest failure that is not an instance of `passing`, if any."""
+        """If a write has failed, raise the oldest failure, skipping failures that are instances of `passing`."""
         failure = next((each for each in self._failures if not isinstance(each, passing)), None)
         if failure is not None:
             self._failures.remove(failure)
@@ -151,7 +151,7 @@ class BackgroundWriter:
                 submitted, path, produce, write = self._jobs.popleft()
             began = time.perf_counter()
             failure = self._failure_of(path, produce, write)
-            del produce, write  # they may hold references to large objects
+            del produce, write  # these functions may hold references to large objects
             if failure is None:
                 self._make_up()
             with self._changed:

@@ -233,7 +233,7 @@ class _LoaderProcess:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(maker, theirs, begin), name="raysgd-loader", daemon=True)
         self._process.start()
-        theirs.close()  # only the process may hold this end, so that the worker notices when the process ends
+        theirs.close()  # only the loader process may hold this end, so that the worker notices when that process ends
 
     def send(self, order: BatchOrder) -> None:
         try:
@@ -257,7 +257,7 @@ class _LoaderProcess:
         return StreamError(f"a loader process {how}. If it ran out of memory, use fewer, or a smaller `prefetch`.")
 
     def kill(self) -> None:
-        self._process.kill()  # it may be busy for a long time, and has no state to save
+        self._process.kill()  # killed, because the process may be busy for a long time, and has no state to save
         self._process.join()
         self._process.close()
         self._connection.close()
@@ -278,7 +278,7 @@ def _serve(maker: BatchMaker, connection: Connection[Any, BatchOrder], begin: Ca
             os._exit(0)
         try:
             answers.put(maker.make(order))
-        except Exception as error:  # the worker raises it
+        except Exception as error:  # the worker receives the error and raises it
             answers.put(ExceptionWithTraceback(error, error.__traceback__))
 
 

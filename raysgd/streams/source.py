@@ -324,7 +324,7 @@ class StreamSource:
                 logger.warning("%d rows could not be read and were left out of this pass", self.left_out)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return plain data from which a step's rows can be determined later. See `raysgd.journal`."""
+        """Return plain data from which `raysgd.journal` can later determine which rows a step used."""
         return {"kind": "stream", "batch_size": self.data.batch_size, **self.state(consumed, is_mid_pass)}
 
     @property
@@ -342,13 +342,13 @@ class StreamSource:
         return rows if self._end is None else min(rows, self._end)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return the fields of a saved position, except for the number of rows."""
+        """Return the fields to save with a position, except for its number of rows."""
         position = self._positions.get(consumed, StreamPosition(consumed))
         lanes = None if position.lanes is None else [list(lane) for lane in position.lanes]
         return {"seed": self.seed, "stream": self.data.origin, "turn": position.turn, "lanes": lanes}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Restore a saved position. Return True: the pass can always continue from it.
+        """Restore a saved position. Always return True, because a stream's pass can continue from any position.
 
         Raises:
             ValueError: The position is in the middle of a pass over a different stream, or it is damaged.

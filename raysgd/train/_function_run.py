@@ -568,7 +568,7 @@ def check_step(messages: Sequence[Message | None]) -> FunctionStep:
 
 
 def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> FunctionStep:
-    """Combine messages of one type. Among the checkpoints to send, use the lowest rank's checkpoint."""
+    """Combine messages of one type into a step. If several ranks want to send a checkpoint, use the lowest rank's."""
     refs = {rank: m.checkpoint_ref for rank, m in found.items() if m.checkpoint_ref is not None}
     stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
@@ -596,7 +596,7 @@ def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
 
 
 def answer_to(questions: Sequence[Question], preemption: Callable[[], PreemptionInfo | None]) -> bytes:
-    """Return the pickled answer for all ranks."""
+    """Return the pickled answer to a question, which is the same for all ranks."""
     answer: bytes = questions[0].data if questions[0].name == BROADCAST else cloudpickle.dumps(preemption())
     return answer
 

@@ -97,7 +97,7 @@ class PluginHooks(GroupHooks):
         return None
 
     def on_change(self, group: EngineGroup) -> None:
-        """Update the ranks of the remaining workers, and add the new workers."""
+        """Update `workers` after a group changed in place: the ranks of the remaining workers, and the new workers."""
         known = dict(zip(self._infos, self.workers.workers, strict=True))
         new = [rank for rank, info in enumerate(group.infos) if info not in known]
         self.num_changes += 1

@@ -277,7 +277,7 @@ class FitTrial:
         return folder
 
     def save(self, folder: Path) -> None:
-        """Write the newest checkpoint for Tune, and delete older checkpoints."""
+        """Write the newest checkpoint to `folder` for Tune, and delete older checkpoints from the trial's storage."""
         newest = self._newest or self._begin_from
         if newest is not None:
             newest.to_directory(folder)

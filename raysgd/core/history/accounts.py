@@ -181,7 +181,7 @@ class Accounts:
         account.seconds[DRIVER] += until - since - waited_s
 
     def ledger(self, num_ranks: int | None = None) -> TimeLedger:
-        """Return what each rank's time was spent on. With `num_ranks`, name the ranks below it without a report.
+        """Return what each rank's time was spent on. With `num_ranks`, warn about lower ranks without a report.
 
         The ledger still includes ranks that no longer exist.
         """

@@ -140,7 +140,7 @@ class History(Sequence[dict[str, Any]]):
             row.update(validation, val_seconds=record.seconds)
 
     def row_for(self, of_fit: bool) -> dict[str, Any]:
-        """Return the row for the metrics of a validation: the last row, if `fit` made both calls or neither.
+        """Return the row for a validation's metrics: the last row, if `fit` made both the row and the call, or neither.
 
         If there is no such row, return a new dict that is not part of the history.
         """

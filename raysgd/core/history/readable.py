@@ -81,7 +81,7 @@ def failures(events: Iterable[Any]) -> list[str]:
 
 
 def samples_per_s(row: Mapping[str, Any]) -> float | None:
-    """Return the throughput from the entries `num_samples` and `seconds` of a history row. None if one is missing."""
+    """Return the throughput from a history row's entries `num_samples` and `seconds`. None if either is missing."""
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
     if not is_real(num_samples) or not is_real(took) or not took:
         return None
@@ -119,7 +119,7 @@ def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def most_telling(names: Iterable[str], most: int) -> list[str]:
     """Return the `most` most informative metrics in their original order.
 
-    Metrics of validation are preferred to metrics of training, and losses to other metrics.
+    Validation metrics are preferred to training metrics, and losses to other metrics.
 
     Examples:
         >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)

@@ -92,7 +92,7 @@ class _FormerUnpickler(pickle.Unpickler):
     """Reads a pickle of plain values and arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function that replaces `module.name`.
+        """Return the safe function that replaces the function `module.name` named in the pickle.
 
         Raises:
             NotPlainError: The pickle may not call this function.

@@ -132,7 +132,7 @@ class _ArrayPart(NamedTuple):
 
 
 class _TensorPart(NamedTuple):
-    """The position of a tensor's bytes, in the buffer or in a separate array, and how to interpret them."""
+    """The position of a tensor's bytes, in the buffer or in a separate array, with its dtype, shape and strides."""
 
     apart: int | None
     start: int
@@ -297,7 +297,7 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 
 def _is_plain_tensor(value: Any, torch: Any) -> bool:
-    """Return True for an ordinary dense tensor. Other tensors, such as sparse tensors, define how they are pickled."""
+    """Return True for an ordinary dense tensor. Other tensors, such as sparse tensors, define their own pickling."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return False
     return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)

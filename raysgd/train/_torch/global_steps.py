@@ -1,4 +1,4 @@
-"""All-or-nothing optimizer steps for training functions with `elastic=True`: all ranks take a step, or none does.
+"""All-or-nothing optimizer steps for training functions with `elastic=True`: all ranks take a step, or no rank does.
 
 The models, optimizers and loaders that the function has prepared use this module. If an all-reduce of gradients fails
 because a worker was lost, user code sees no exception. The batch counts as failed, its optimizer does not step, and the
@@ -124,7 +124,7 @@ class GlobalSteps:
         self._shared += parts
 
     def admit(self) -> None:
-        """Allow new workers to step in, because the function counts its epochs by a loader's `epoch`."""
+        """Allow new workers to step in. Called when the function reads a loader's `epoch` to count its epochs."""
         self._membership.admits = True
 
     def number(self, loader: Any) -> None:
@@ -370,7 +370,7 @@ class GlobalSteps:
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
     def note_unstepped(self) -> None:
-        """Record that the function does not step on every batch, so it cannot continue in another group."""
+        """Record that the function skips steps on some batches, so that it cannot continue in another group."""
         self._membership.flaw = "the optimizer does not step for each batch"
 
     # -------------------------------------------------------------------------------------------------------- exchanges

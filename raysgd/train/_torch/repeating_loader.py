@@ -277,7 +277,7 @@ class RepeatingLoader(DataLoader[Any]):
             self._epoch += 1
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:
-        """Record the outcome of a batch for the loader and for this pass."""
+        """Record the outcome of a batch, such as "failed", for the loader and for this pass."""
         outcomes.add(outcome)
         self._has_trained = self._has_trained or outcome != "seen"
         if {"seen", "done"} <= outcomes:

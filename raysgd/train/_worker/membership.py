@@ -40,7 +40,7 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """The function's progress at the start of a batch."""
+    """The function's progress at the start of a batch, to determine at the end whether the batch counted."""
 
     num_done: int
     num_failed: int
@@ -121,7 +121,7 @@ class Membership:
         self._is_waiting = False
 
     def open_batch(self, place: GroupPlace, has_trained: bool) -> BatchStart:
-        """Start a batch whose samples were divided among the ranks of a group.
+        """Start a batch whose samples were divided among the ranks in `place`'s group.
 
         After each change of the group, one batch fails on every survivor, even on a survivor that was between two
         batches. This keeps the number of failed batches equal on all ranks.
@@ -160,7 +160,7 @@ class Membership:
             self._changed.notify_all()
 
     def count_step(self, agree: Callable[[], BaseException | None]) -> bool:
-        """Return True if the step counts. Called once the gradients have arrived.
+        """Return True if the step counts. Called once this rank has the averaged gradients.
 
         Args:
             agree: Returns None once all ranks have called it, or the exception with which the group broke.
@@ -271,7 +271,7 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function out of a group whose connections were closed, and wait for its pending collectives to fail.
+        """Keep the function out of a group whose connections were closed. Wait for its pending collectives to fail.
 
         Raises:
             TimeoutError: A collective does not end in time.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, in the driver: from the workers to the trial's folder.
+"""Transfers a run's checkpoints, in the driver, from the workers to the trial's folder.
 
 A dict is sent to the driver, which writes it. A folder is stored by the workers: all ranks write to the same staging
 folder, and the driver commits it. ADR 94 explains why the driver numbers the checkpoints.
@@ -115,7 +115,7 @@ class FitCheckpoints(CheckpointTaker):
     def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
         """Write a received dict, or keep it in memory if no files are written."""
         own = content.pop(METADATA_KEY, {})
-        if content.get(PREPROCESSOR_KEY) is None:  # a `TorchCheckpoint` may have None there
+        if content.get(PREPROCESSOR_KEY) is None:  # a `TorchCheckpoint` may contain None under this key
             content = {**content, PREPROCESSOR_KEY: self._preprocessor}
         content = {**content, TUNE_CHECKPOINT_ID: index}
         if self._folder is None:
