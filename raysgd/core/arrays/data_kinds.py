@@ -166,7 +166,7 @@ class RepeatedBatches:
 
 
 def every_nth(batches: Any, rank: int, size: int) -> RepeatedBatches:
-    """Return this rank's batches: every `size`-th batch. For data that can't be sharded by sample.
+    """Return this rank's batches: every `size`-th batch. For data that cannot be sharded by sample.
 
     Args:
         batches: An iterable that yields the same batches on all workers.

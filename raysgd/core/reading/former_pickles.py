@@ -1,8 +1,8 @@
 """Reads NumPy values in checkpoint files of Ray's former `ray.util.sgd`, without trusting the files.
 
 The pickles in these files call NumPy functions that trust the file: for example, an array of objects would get its
-    pointers from the file. Safe functions replace them. They create only numeric arrays whose size matches their bytes
-    exactly.
+pointers from the file. Safe functions replace them. They create only numeric arrays whose size matches their bytes
+exactly.
 """
 
 from __future__ import annotations

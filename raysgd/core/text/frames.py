@@ -64,7 +64,7 @@ def with_code(place: str) -> str:
     """Return a location, `file:line in function`, with its line of code if this process can read the file.
 
     The process that raised the error may lack the file: a worker on another node has neither the driver's script nor a
-        notebook's cells.
+    notebook's cells.
     """
     parts = _PLACE_WITHOUT_CODE.fullmatch(place)
     code = linecache.getline(parts[1], int(parts[2])).strip() if parts else ""

@@ -168,7 +168,7 @@ def _named(who: Sequence[str]) -> str:
 
 
 class Once:
-    """Tells the first call with a key from later calls, for example to warn only once. Thread-safe.
+    """Distinguishes the first call with a key from later calls, for example to warn only once. Thread-safe.
 
     >>> once = Once()
     >>> once.is_first("weights"), once.is_first("weights"), once.is_first("accuracy")
