@@ -71,10 +71,10 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
 
 @functools.cache
 def _home_of_processes() -> str:
-    """Return an ID of this machine and container, within which process IDs are unique. Return "" if unknown."""
+    """Return an ID of this machine and container, within which process IDs are unique. Return "" if it is unknown."""
     try:
         boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # not Linux
+    except OSError:  # the system is not Linux
         return ""
     return hashlib.sha256(f"{socket.gethostname()} {boot} {processes}".encode()).hexdigest()[:16]
 
@@ -109,7 +109,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 def _last_change(entry: os.DirEntry[str]) -> float:
-    """Return the time of the last change. For a folder, include the entries directly inside it."""
+    """Return when a file or folder was last changed. For a folder, include the entries directly inside it."""
     times = [entry.stat(follow_symlinks=False).st_mtime]
     if entry.is_dir(follow_symlinks=False):
         with os.scandir(entry) as inner:

@@ -92,7 +92,7 @@ def install_command(extra: str, *options: str, package: str = "") -> str:
 
 
 def _named(package: str, extra: str) -> list[str]:
-    """Return the requirement that one of raysgd's extras declares for a package, in a list. Empty if it declares none.
+    """Return a list with the requirement that a raysgd extra declares for a package. Empty if it declares nothing.
 
     The extra may declare it directly or through another package's extra.
     """

@@ -19,7 +19,7 @@ from raysgd.detached.protocol import Detached, packed_arguments, unpacked_answer
 from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
-_RESTARTS = 100  # most restarts by Ray, in case the process dies on every start
+_RESTARTS = 100  # limits how often Ray restarts the process, in case it dies on every start
 _NO_RAY = (
     "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
     "in a shell, and this program again, which finds it. `ray stop` ends it."

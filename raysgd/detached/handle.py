@@ -170,7 +170,7 @@ class DetachedTrainer:
         return f"<detached {self._name}: {known['trainer']}>"
 
     def _repr_html_(self) -> Any:
-        with suppress(TrainerLostError, TrainerShutdownError):  # a notebook then shows the `repr`
+        with suppress(TrainerLostError, TrainerShutdownError):  # if this fails, a notebook shows the `repr` instead
             return self._look("_repr_html_", True, _NO_ARGUMENTS)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -234,7 +234,7 @@ class DetachedTrainer:
         packed, num_pieces = reply
         while (self._seen or 0) < num_pieces:
             self._show(self._ask("news", token, self._seen))
-        answer = unpacked_answer(packed)  # if this program cannot unpickle it, the answer stays with the trainer
+        answer = unpacked_answer(packed)  # if this program cannot unpickle the answer, the trainer still has it
         self._actor.confirm.remote(token)  # sent before the next call, and before the program ends
         return answer
 
@@ -243,7 +243,8 @@ class DetachedTrainer:
 
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         brief_s = _BRIEF_S if timeout_s is None else min(_BRIEF_S, timeout_s)
-        with suppress(ray.exceptions.GetTimeoutError):  # for a short call, `get` alone is faster
+        # a short call finishes within this wait, which is faster than fetching output
+        with suppress(ray.exceptions.GetTimeoutError):
             return self._get(call, brief_s)
         news, knows_other = None, False
         while time.monotonic() < deadline:

@@ -182,11 +182,11 @@ class TrainerProcess:
 
         try:
             self._save_left("the detached trainer was not needed any more")
-        except Exception:  # no program is attached that could get the error, and resources must still be freed
+        except Exception:  # no attached program could receive the error, and resources must still be freed
             logger.exception("the detached trainer `%s` could not be saved", self._settings.name)
         try:
             self._end_trainer()
-        except Exception:  # the process must end anyway
+        except Exception:  # the process must end even if this fails
             logger.exception("the workers of the detached trainer `%s` could not be ended", self._settings.name)
         self._journal.discard()
         ray.kill(ray.get_runtime_context().current_actor)
@@ -418,7 +418,7 @@ class TrainerProcess:
             await asyncio.sleep(_LOOK_S)
 
     def _do(self, asked: CallRequest) -> Any:
-        if Path(asked.folder).is_dir():  # the folder may exist only on the program's node
+        if Path(asked.folder).is_dir():  # the calling program's folder may exist only on that program's node
             os.chdir(asked.folder)
         if asked.kind == "draw":
             return self._draw(asked.name)

@@ -166,7 +166,7 @@ class BackgroundWriter:
         """Write a file. Return the error, or None if the write succeeded."""
         try:
             write(path, produce())
-        except BaseException as error:  # a later call raises it
+        except BaseException as error:  # a later call raises this error
             logger.error("could not write checkpoint %s: %r", files.shown(path), error)
             _forget_variables(error)
             return error

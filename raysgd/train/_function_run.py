@@ -189,7 +189,7 @@ class FunctionRun:
             self._controller.kill_group()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
-        """Return True if the workers can run another function: all ranks raised, or the only rank's function stopped.
+        """Return True if the workers can run another function: every rank raised, or there is one rank and it stopped.
 
         If only some ranks failed, the other ranks may still be inside a collective operation, and the next operation
         would receive its data.
@@ -260,7 +260,7 @@ class FunctionRun:
     # ---------------------------------------------------------------------------------------------------------- workers
 
     def _starts(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return the arguments that start the function on each rank, or empty tuples if it is already running.
+        """Return each rank's arguments for starting the function, or empty tuples if the function is already running.
 
         The controller calls this method for each attempt, so this method must not call the controller. The hooks know
         the current group.
@@ -455,7 +455,7 @@ class MessageQueues:
         self._joined: Mapping[Any, int] = {}
 
     def follow(self, attempt: int | None, members: Mapping[Any, int]) -> None:
-        """Set the workers that send messages, in rank order, and drop the messages of all other workers.
+        """Set the workers whose messages are queued, in rank order, and drop the messages of all other workers.
 
         Args:
             attempt: Number of the group that the function was last started on. A new number empties all queues.
@@ -620,7 +620,7 @@ def _wait_on() -> None:
 
 
 def _arrived(transfer: Any) -> Any:
-    """Wait for a checkpoint from a worker and return it.
+    """Wait until a worker's checkpoint has been transferred, and return it.
 
     Raises:
         CheckpointLostError: The worker died.

@@ -30,7 +30,7 @@ class PluginHooks(GroupHooks):
 
     Attributes:
         num_started: Number of groups that were started.
-        num_changes: Number of times that a group changed in place.
+        num_changes: Number of times that the workers of a running group changed.
         joined: For each worker that joined a running group, the value of `num_changes` after it joined.
         replicas: Creates the workers' replicas.
 
@@ -41,7 +41,7 @@ class PluginHooks(GroupHooks):
         await_checkpoint: Waits until no checkpoint is in transit from a worker to the driver, up to the given number
             of seconds.
         make_object: Creates the user's object in every worker, as the last step of its start; None for no object.
-        tell_failure: Called when a call is repeated after a failure.
+        tell_failure: Called with the diagnosis of a failure before the failed call is repeated.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
         return
     try:
         (run_dir / constants.TRAIN_CHECKPOINT_SUBDIR).download(local / constants.TRAIN_CHECKPOINT_SUBDIR)
-    except FileNotFoundError:  # no checkpoints were saved
+    except FileNotFoundError:  # the run saved no checkpoints
         pass
     except StorageError as error:
         logger.error("could not download the run's checkpoints for the callbacks: %s", error)

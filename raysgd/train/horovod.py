@@ -1,4 +1,4 @@
-"""Horovod in training functions, on the trainer's own workers, without `mpirun` and ssh.
+"""Runs Horovod in training functions, on the trainer's own workers, without `mpirun` or ssh.
 
 Horovod is initialized before the function starts, so calling `hvd.init()` in the function is harmless. After a failure,
 all workers are new processes that initialize Horovod again.

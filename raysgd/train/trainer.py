@@ -451,7 +451,7 @@ class TrainWorkerGroup:
         self._executor.replace_workers()
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Stop the workers. With `patience_s` above 0, they may close their resources first."""
+        """Stop the workers. With `patience_s` above 0, they shut down cleanly; otherwise, they are killed."""
         self._executor.shutdown(patience_s)
 
 

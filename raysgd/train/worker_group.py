@@ -243,7 +243,7 @@ class WorkerGroup:
         self.num_workers = len(workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Stop the workers. With `patience_s` above 0, they may close their resources first.
+        """Stop the workers. With `patience_s` above 0, they shut down cleanly; otherwise, they are killed.
 
         Raises:
             TrainBackendError: The workers belong to an executor or a trainer, whose `shutdown` stops them.

@@ -1,4 +1,4 @@
-"""Adds up the times that replicas report, to show what each rank's time since the trainer's start was spent on.
+"""Adds up the times that replicas report, to show how each rank has spent the time since the trainer's start.
 
 Ranks outlive processes: if a process is lost, another process takes over its rank. The time that the lost process
 reported stays in the rank's account. The time without a process counts as recovery if a training call waited for the
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Account:
-    """What one rank's time was spent on.
+    """How one rank has spent its time.
 
     Attributes:
         since: When the rank first existed, on the driver's clock.
@@ -76,7 +76,7 @@ class Accounts:
 
     Args:
         clock: Returns the time in seconds. Only differences are used.
-        used: Options that the user has already set, so that warnings do not recommend them.
+        used: Names of options that the user has already set, so that `warn` does not recommend them.
 
     Examples:
         >>> clock = iter([0.0, 5.0]).__next__
@@ -107,7 +107,7 @@ class Accounts:
 
     @contextmanager
     def waiting_for_validation(self) -> Iterator[None]:
-        """Count the time of the block as a wait for a validation that runs on another worker."""
+        """Count the block's time as time that the ranks waited for a validation on another worker."""
         began = self._clock()
         try:
             yield
@@ -136,13 +136,13 @@ class Accounts:
         self._is_over = True
 
     def note_times(self, told: Mapping[int, Heartbeat]) -> None:
-        """Record the times in the ranks' heartbeats, if the ranks measure them."""
+        """Record the times that the ranks' heartbeats contain. Ignore heartbeats without times."""
         with self._lock:
             now = self._clock()
             for rank, heartbeat in told.items():
                 if heartbeat.time is not None:
                     self._note(rank, heartbeat.time, now)
-            for heartbeat in told.values():  # only now, because two ranks may have swapped their processes
+            for heartbeat in told.values():  # a second loop, because two ranks may have swapped their processes
                 spent = heartbeat.time
                 before = None if spent is None else self._known.get(spent.of)
                 if spent is not None and (before is None or spent.total_s > before.total_s):

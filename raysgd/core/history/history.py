@@ -56,7 +56,7 @@ class CallRecord:
 
 
 class HistoryLimits(NamedTuple):
-    """Counts of the rows, records and events in a history."""
+    """How many rows, records and events a history had at some point."""
 
     rows: int = 0
     records: int = 0
@@ -160,12 +160,12 @@ class History(Sequence[dict[str, Any]]):
 
     @property
     def extent(self) -> HistoryLimits:
-        """Counts of rows, records and events, including those that `forget_old` deleted."""
+        """How many rows, records and events were added so far, including those that `forget_old` has deleted."""
         rows, records, events = self._forgotten
         return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
 
     def part(self, begin: HistoryLimits, end: HistoryLimits) -> History:
-        """Return the history between two extents, without a `stop_reason`. Its entries must not have been deleted."""
+        """Return the history between two values of `extent`, without a `stop_reason`. The entries must still exist."""
         rows, records, events = self._forgotten
         part = History(self.events[begin.events - events : end.events - events])
         part._rows = self._rows[begin.rows - rows : end.rows - rows]

@@ -108,7 +108,7 @@ class ObjectMeter:
         return value, weight
 
     def add(self, value: Any, weight: int | float) -> None:
-        """Store a metric object. The object accumulates batches itself."""
+        """Store the metric object that a batch reported. The object itself accumulates its batches."""
         self._live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
@@ -558,7 +558,7 @@ class AverageMeterCollection:
 
     @property
     def names(self) -> Collection[Any]:
-        """Names of all metrics so far."""
+        """Names of all metrics that have been added so far."""
         return self._meters.keys()
 
     @property

@@ -62,7 +62,7 @@ class Metrics(dict[str, Any]):
 
 
 def merge(workers: Sequence[MetricSummary]) -> Metrics:
-    """Merge the workers' metrics. `num_samples` comes first, then the other metrics in order of first appearance."""
+    """Merge the workers' metrics into one result: `num_samples`, then the other metrics in order of appearance."""
     if len(workers) == 1 and workers[0].get(NUM_SAMPLES):
         return _of_one(workers[0])
     counts = any(NUM_SAMPLES in worker for worker in workers)
@@ -74,7 +74,7 @@ def merge(workers: Sequence[MetricSummary]) -> Metrics:
 
 
 def _of_one(worker: MetricSummary) -> Metrics:
-    """Return the result of a single worker with samples, whose means already are the overall means."""
+    """Return the result if there is only one worker. Its means are the overall means."""
     merged = Metrics({NUM_SAMPLES: math.nan, **worker})
     objects = worker.objects
     for name, value in merged.items():

@@ -329,12 +329,12 @@ def _identity(tensor: torch.Tensor) -> Hashable:
 
 
 def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) -> None:
-    """Copy a tensor's elements into the bytes `target`. Copies from a GPU are only queued."""
+    """Copy a tensor's elements into the bytes `target`. Copies from a GPU are queued and finish later."""
     import torch
 
     source = tensor.detach().resolve_conj().resolve_neg()
     if part.stride is None and source.is_contiguous():
-        source = source.reshape(-1).view(torch.uint8)  # as bytes, which is fast and works for any dtype
+        source = source.reshape(-1).view(torch.uint8)  # copy as bytes, which is fast and works for any dtype
     else:
         target = _shaped(part, target)
     target.copy_(source, non_blocking=source.is_cuda)

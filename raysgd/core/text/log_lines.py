@@ -22,7 +22,7 @@ _FORMAT = "%(asctime)s raysgd %(levelname)s: %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 _MOST_NOTES = 1000  # most lines that a worker stores for the driver; older lines are dropped
-_MOST_TOLD = 10_000  # most lines that a driver remembers to avoid repeating them
+_MOST_TOLD = 10_000  # most lines that a driver remembers, to log each line only once
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,10 @@ class GlobalSteps:
         self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
         # hashes of the weights after the first batch's last step, to detect later changes by user code
         self._digests: list[torch.Tensor] | None = None
-        self._num_steps = 0  # optimizer steps in this batch
+        self._num_steps = 0  # optimizer steps taken in the current batch
         self._num_usual = 0  # optimizer steps per batch, learned from the first batch; 0 before that
         self._weight = 1.0
-        self._at = 0  # number of the current batch
+        self._at = 0  # number of the current batch, equal on all ranks
         self._open: BatchStart | None = None  # the batch that has not been closed yet
         self._has_batch = self._has_exchanged = self._is_checked = self._is_left = False
         self._comparisons = ComparisonPace()

@@ -125,7 +125,8 @@ class Session:
         """Send metrics, optionally with a checkpoint, which is a dict or a `Checkpoint`.
 
         Raises:
-            TypeError: `checkpoint` has another type, or `options` were passed, which needs a function run by `fit`.
+            TypeError: `checkpoint` has another type, or `options` were passed, which are supported only in functions
+                that `fit` runs.
         """
         if options is not None:
             raise TypeError(f"`{options}`: only functions that `fit` runs can choose how a checkpoint is stored.")

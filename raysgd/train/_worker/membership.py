@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 
-_BREAKS_IN_S = 60.0  # how long a collective may take to fail after its connections were closed
+_BREAKS_IN_S = 60.0  # how long a collective may take to fail once its connections are closed
 # How long to wait for the function to block in this module. It blocks here eventually, unless it is busy between two
 # passes. Meanwhile, a collective in user code, which this module does not see, fails.
 _REST_S = 0.2
@@ -225,7 +225,7 @@ class Membership:
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
-        """Mark the batch as failed before it communicates with other ranks."""
+        """Mark the current batch as failed, before it communicates with other ranks."""
         with self._changed:
             self._fail()
 
@@ -262,7 +262,7 @@ class Membership:
 
     @property
     def is_usable(self) -> bool:
-        """True if this rank is in a group that is not known to be broken."""
+        """True if this rank is in a group, and the group is not known to be broken."""
         return self._is_open and not self._is_broken
 
     def note_broken(self, error: BaseException) -> None:
@@ -308,7 +308,7 @@ class Membership:
             self._look_until(lambda: self._has_entered, _FIRST_BATCH_S)
 
     def go_on(self) -> None:
-        """Let the function enter the group that all ranks have joined, if there is a new group."""
+        """If there is a new group, which all ranks have joined, let the function enter it."""
         with self._changed:
             if self._next is None:
                 return

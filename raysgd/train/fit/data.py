@@ -292,7 +292,7 @@ def _lacks_fit(preprocessor: Any) -> bool:
 
 
 def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
-    """Shuffle a dataset if the user requested it. Ray's default `randomize_block_order=True` would delay streaming."""
+    """Shuffle a dataset or its blocks if the config requests it. Otherwise, return the dataset unchanged."""
     if config.global_shuffle:
         return dataset.random_shuffle()
     if config.randomize_block_order and is_of_ray(dataset):

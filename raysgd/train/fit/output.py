@@ -162,7 +162,7 @@ class Logs:
             self._running = self._chores.submit(attempt, f"copy the logs to {self._folder.trial}", self._upload)
 
     def upload_all(self) -> None:
-        """Copy the logs now, then delete the local copies. If copying fails, keep them and log their path."""
+        """Copy the logs now, then delete the local logs. If copying fails, keep the local logs and log their path."""
         if self._folder.is_local:
             return
         try:

@@ -326,7 +326,7 @@ class FitRun:
 
 
 def _landed(landing: Landing | None) -> Checkpoint | None:
-    """Return a checkpoint if it has been written, else None."""
+    """Return the future's checkpoint if it has been written. Return None if it is still in transit or was lost."""
     return landing.result() if landing is not None and landing.done() else None
 
 
