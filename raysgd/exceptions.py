@@ -204,7 +204,7 @@ class TrainingFailedError(RaySGDError, RuntimeError):
     """A run that `fit` started has failed, and no retries are left.
 
     The raised exception is an instance of this class *and* of its cause's class. The cause is the exception of the
-    user's function or one of the exceptions here, available as `__cause__`. The message says how to continue.
+    user's function or an exception from this module, and is available as `__cause__`. The message says how to continue.
     """
 
     failure: Exception | None = None

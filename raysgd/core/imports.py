@@ -169,11 +169,12 @@ def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | 
 
 
 def pickle_modules_by_name() -> None:
-    """Let pickle store modules of special classes by name, like ordinary modules.
+    """Let pickle store modules by name even if a module's class is a subclass of `ModuleType`.
 
-    Cloudpickle pickles a script's function or class with all modules that it may use. If it uses `torch.distributed`
-    and also has `self.config`, cloudpickle assumes that it uses the module `torch.distributed.config`. That module's
-    class is a subclass of `ModuleType`, whose instances pickle rejects.
+    Cloudpickle pickles a script's functions and classes together with the modules that they may use. For example, if a
+    class uses `torch.distributed` and `self.config`, cloudpickle assumes that it uses the module
+    `torch.distributed.config`. The class of that module is a subclass of `ModuleType`, and pickle rejects instances of
+    such subclasses.
     """
     own = {type(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)} - {ModuleType}
     for kind in own - copyreg.dispatch_table.keys():

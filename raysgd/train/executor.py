@@ -306,7 +306,7 @@ class BackendExecutor:
         controller, self._controller = self._controller, None
         run, self._run = self._run, None
         if run is not None:
-            run.is_over = True  # invalidates iterators over its reports
+            run.is_over = True  # invalidates iterators over the run's reports
         if controller is not None:
             self._finalizer.detach()
             controller.stop(force=patience_s <= 0)

@@ -23,7 +23,7 @@ Columns = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How rows become batches. See `RayBatches`."""
+    """The settings of a `RayBatches` that say how rows become batches. `RayBatches` explains them."""
 
     batch_size: int | None
     feature_columns: Columns

@@ -107,7 +107,7 @@ def read_pickle(content: bytes) -> Any:
     """Return the content of a pickle, with a `FormerValue` in place of each array.
 
     Raises:
-        NotPlainError: The pickle contains other objects.
+        NotPlainError: The pickle contains objects other than plain values and NumPy arrays.
         Exception: The pickle is damaged, which may raise any error.
     """
     for opcode, argument, _ in pickletools.genops(content):  # raises an error if bytes are missing

@@ -129,7 +129,7 @@ def as_json(value: Any, indent: int | None = None, *, strict: bool = True) -> st
     dump = partial(json.dumps, cls=SafeFallbackEncoder, indent=indent, allow_nan=not strict)
     try:
         return dump(value)
-    except (TypeError, ValueError):  # from keys that are not strings, a dict that contains itself, or NaN
+    except (TypeError, ValueError):  # raised for keys that are not strings, a dict that contains itself, or NaN
         return dump(_plain(value, strict, depth=0))
 
 
@@ -288,7 +288,7 @@ class EventFile(Sink):
         elif isinstance(value, list | np.ndarray) and len(value) > 0:
             try:
                 writer.add_histogram(name, value, global_step=step)
-            except (TypeError, ValueError):  # a list of values that are not numbers
+            except (TypeError, ValueError):  # raised for a list of values that are not numbers
                 self._warn(name, value)
         elif not isinstance(value, Mapping):
             self._warn(name, value)

@@ -308,7 +308,7 @@ class GlobalSteps:
         self._undo.begin_batch()
 
     def close_batch(self, mark: BatchStart) -> str:
-        """End a batch and return its outcome: "failed", "done", or "seen" if no step was taken.
+        """End the batch that started at `mark`. Return "failed", "done", or "seen" if no step was taken on the batch.
 
         Raises:
             DistNetworkError: The batch failed after one of its steps had counted.
@@ -360,7 +360,7 @@ class GlobalSteps:
         return (parameter for model in self._models for parameter in model.parameters())
 
     def leave_batch(self, mark: BatchStart) -> bool:
-        """Record that the function leaves a pass during a batch. Return True if a step was taken on the batch."""
+        """Record that the function leaves a pass during this batch. Return True if a step was taken on the batch."""
         self._is_left = self._is_left or mark is self._open
         return mark is not self._open or self._num_steps > 0
 

@@ -302,7 +302,8 @@ class KeptCheckpoints:
         by_name = by_checkpoint(reports)
         for name in self._folder.checkpoint_names():
             self.keep(Checkpoint(self._folder.trial / name), by_name.get(name, {}))
-        if self.latest is not None and not self.report:  # the driver died before it wrote the report
+        # the driver died after it stored the checkpoint and before it wrote the report
+        if self.latest is not None and not self.report:
             last = reports[-1] if reports else {}
             self.report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
 
