@@ -396,7 +396,7 @@ def _attached(name: str) -> DetachedTrainer:
 
 def _this_program() -> str:
     """Return this program's user, host and process ID, to describe it to other programs."""
-    with suppress(Exception):  # the user may have no name
+    with suppress(Exception):  # the operating system may know no name for this process's user
         return f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     return f"process {os.getpid()} on {socket.gethostname()}"
 

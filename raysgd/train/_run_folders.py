@@ -107,7 +107,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
     def save() -> None:
         try:
             _send(local, run_dir)
-        except StorageError as error:  # the error that ended the run is more important
+        except StorageError as error:  # the error that ended the run is more important, so it is raised instead
             logger.error("%s", error)
 
     with OnFailure(save):

@@ -1,4 +1,4 @@
-"""Training data from Ray Data datasets: Ray distributes batches, in row order, over the workers one by one.
+"""Training data from Ray Data datasets: Ray sends batches to the workers one by one, in row order.
 
 Every row is in one batch of one worker. With `preserve_order`, the batches of a step contain the same rows as a step of
 a single process with a larger batch.

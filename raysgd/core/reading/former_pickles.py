@@ -76,7 +76,7 @@ def _array_class() -> None:
 
 
 FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "builtins.bytes": _no_bytes,  # pickle protocol 2 calls it for empty bytes
+    "builtins.bytes": _no_bytes,  # pickle protocol 2 calls `bytes` to create empty bytes
     "numpy.dtype": _dtype,
     "numpy.ndarray": _array_class,
     **{

@@ -87,7 +87,7 @@ def short_name(filename: str) -> str:
 
 
 def defined_at(owner: type[Any], method: str) -> str:
-    """Return a sentence that says where the user defined the method of a class, or "" if the user did not define it.
+    """Return a sentence that says where the user defined a class's method, or "" if the user did not define it.
 
     Used in errors about a method's return value, because their traceback does not point to the method.
     """

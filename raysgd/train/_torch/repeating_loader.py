@@ -245,7 +245,8 @@ class RepeatingLoader(DataLoader[Any]):
             for batch in iter(self._loader):
                 weight = joint.weight(self._number, place.world)
                 joint.count_given(self._number + 1)
-                if not torch.is_grad_enabled():  # evaluation: no step follows, and ranks need not stay together
+                # an evaluation, in which no steps follow and ranks may be at different batches
+                if not torch.is_grad_enabled():
                     if weight:
                         yield batch
                     self._number += 1

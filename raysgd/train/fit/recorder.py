@@ -264,7 +264,7 @@ class Recorder:
 
 
 def _console(run_config: RunConfig) -> list[ConsoleReporter]:
-    """Return the callback that prints the run, if printing is enabled."""
+    """Return a list with the callback that prints the run's events. Empty if printing is disabled."""
     if run_config.progress_reporter is not None:
         logger.warning("`progress_reporter` shows the trials of a `Tuner`; to print this run, pass `verbose=3`")
     if run_config.log_to_file:

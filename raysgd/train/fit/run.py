@@ -246,7 +246,7 @@ class FitRun:
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
         self._give_room_back()
-        # an error here is not news: the run has already failed, or its last step has flushed successfully
+        # errors are ignored, because the run has already failed, or its last step has flushed without an error
         with suppress(Exception):
             self._checkpoints.flush()
         self._delete_too_late()
