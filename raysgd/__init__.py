@@ -91,10 +91,10 @@ log_lines.install()
 
 
 def _check_place() -> None:
-    """Check that the `operators` symlink exists, which archives and Windows checkouts lack. Warn if not on Linux.
+    """Check that the `operators` symlink exists; archives and Windows checkouts lack it. Warn if not on Linux.
 
     Raises:
-        ImportError: The link is missing, and the operators are not installed elsewhere.
+        ImportError: The symlink is missing, and the package `raysgd.operators` is not found anywhere else.
     """
     if not os.path.isdir(os.path.join(__path__[0], "operators")) and find_spec(f"{__name__}.operators") is None:
         raise ImportError(
@@ -109,7 +109,7 @@ _check_place()
 
 
 def _take_over_aliases() -> None:
-    """Install the import paths of the old library in a worker whose program uses them."""
+    """In a worker, install the old library's import paths if the user's program uses them."""
     from raysgd.compat import aliases
 
     aliases.install()

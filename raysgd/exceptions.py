@@ -25,7 +25,7 @@ class OnFailure:
 
     Args:
         undo: Cleanup function without arguments.
-        told: Cleanup function that takes the exception.
+        told: Cleanup function that is called with the exception.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class OnFailure:
 
 @contextmanager
 def failure_logged(log: Callable[..., None], words: str, *args: Any) -> Iterator[None]:
-    """Log an exception of the block instead of raising it, for work whose failure must not stop the caller.
+    """Log an exception raised in the block instead of propagating it, for work whose failure must not stop the caller.
 
     Args:
         log: The logger's method for the level, such as `logger.warning`.
@@ -81,7 +81,7 @@ class InvalidRegistrationError(TypeError, ValueError, AssertionError):
 
 
 class UnevenStepsError(RaySGDError, RuntimeError):
-    """Ranks took different numbers of steps in a synchronous epoch, or performed different operations in a step."""
+    """Workers took different numbers of steps in a synchronous epoch, or performed different operations in a step."""
 
 
 class RanksDifferError(RaySGDError, RuntimeError):
@@ -103,7 +103,7 @@ class UnpicklableError(RaySGDError, TypeError):
 
 
 class TrainerShutdownError(RaySGDError, RuntimeError):
-    """A trainer was used after it was shut down or its Ray session ended, or a running call was ended by either."""
+    """The trainer was shut down, or its Ray session ended, before or during the call."""
 
 
 class TrainerLostError(RaySGDError, RuntimeError):
@@ -204,7 +204,7 @@ class TrainingFailedError(RaySGDError, RuntimeError):
     """A run that `fit` started has failed, and no retries are left.
 
     The raised exception is an instance of this class *and* of its cause's class. The cause is the exception of the
-    user's function or one of the exceptions here, available as `__cause__`. The message says how to continue.
+    user's function or an exception from this module, and is available as `__cause__`. The message says how to continue.
     """
 
     failure: Exception | None = None
@@ -261,7 +261,8 @@ class _Packed:
     def of(error: BaseException | None) -> _Packed | BaseException | None:
         if error is None or _pickles_in_its_own_way(type(error)):
             return error
-        slots = tuple(slot for slot in slots_of(error) if slot[1] != "obj")  # it may be large
+        # `obj`, the object that lacks an attribute, may be large
+        slots = tuple(slot for slot in slots_of(error) if slot[1] != "obj")
         return _Packed(type(error), error.args, dict(error.__dict__), slots)
 
     def unpacked(self) -> BaseException:
@@ -330,7 +331,7 @@ def made_from_parts(
     for owner, name, value in slots:
         try:
             vars(owner)[name].__set__(error, value)
-        except (AttributeError, TypeError):  # read-only, and set by `__new__`
+        except (AttributeError, TypeError):  # the slot is read-only, and `__new__` has already set it
             continue
     return error
 

@@ -1,4 +1,4 @@
-"""Reports: their options, the metrics that the driver adds, and information about nodes that will be taken away."""
+"""Options for reports, the metrics that the driver adds to reports, and the nodes that Ray will soon take away."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckpointUploadMode(Enum):
 
 @dataclass(frozen=True)
 class PreemptionInfo:
-    """Nodes with workers that are about to be taken away.
+    """Lists the workers' nodes that are about to be taken away.
 
     Attributes:
         deadline_ms: Earliest time at which a node is taken away or the run ends, in milliseconds of Unix time; None if
@@ -50,12 +50,12 @@ class PreemptionInfo:
 
     @property
     def preempted_node_ids(self) -> list[str]:
-        """The ids of the nodes, sorted."""
+        """The sorted IDs of the nodes that will be taken away."""
         return sorted(self.preempted_node_to_ranks)
 
     @property
     def preempted_ranks(self) -> list[int]:
-        """The ranks on the nodes, sorted."""
+        """The sorted ranks of the workers on nodes that will be taken away."""
         return sorted(rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks)
 
 
@@ -173,13 +173,13 @@ class MetricsFiller:
         self.begin_attempt({})
 
     def begin_attempt(self, report: Mapping[str, Any]) -> None:
-        """Start an attempt that continues after `report`. Missing or damaged values count as 0."""
+        """Start another attempt, continuing the counts and times of `report`. Missing or damaged values count as 0."""
         self.iteration = self._began_at = iteration_of(report)
         self._time_total_s = self._began_at_s = float(_number(report.get(TIME_TOTAL_S)))
         self._last = self._clock()
 
     def fill(self, metrics: Mapping[str, Any], checkpoint_name: str | None) -> dict[str, Any]:
-        """Return the complete report. Overwrite the function's values for the keys in `_REPLACED`."""
+        """Return the metrics with the added values. For keys in `_REPLACED`, overwrite the function's own values."""
         now = self._clock()
         self._warn_of_replaced(metrics)
         reported = metrics.get(TIME_THIS_ITER_S)
@@ -211,7 +211,7 @@ class MetricsFiller:
             )
 
     def initial(self) -> dict[str, Any]:
-        """Return the values that are already known before the first report."""
+        """Return the added values that are known before the first report, such as the host and the config."""
         return {**self._where_and_when(int(self._clock())), "config": self._constant["config"]}
 
     def _where_and_when(self, timestamp: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _PROGRAM = "What to run, such as `train.py:MyOperator`. Nothing in the folder of
 
 
 def _asking(command: Command) -> Command:
-    """Add `--config` to a command, and show its errors without a traceback."""
+    """Decorate a command: add the option `--config`, and print errors without a traceback."""
 
     @click.option("--config", type=click.Path(dir_okay=False), help="A JSON file with entries of the config.")
     @functools.wraps(command)

@@ -178,7 +178,7 @@ def check_operator_class(operator_cls: Any, base: type[Any], shown: str) -> None
             near = [_MEANT[method]] if method in _MEANT else difflib.get_close_matches(method, rungs, 1, cutoff=0.85)
             loops = {"train_batch": "train_epoch", "validate_batch": "validate"}
             if not near or own & {near[0], loops.get(near[0], "")}:
-                continue  # the user's own loop or batch method may call it
+                continue  # the user's training loop or batch method may call it
             advice = f"did you mean `{near[0]}`?"
         logger.warning("the library never calls `%s.%s`: %s", name, method, advice)
 
@@ -285,14 +285,14 @@ def check_num_steps(num_steps: Any) -> int | None:
 
 
 def check_info(info: Any) -> dict[str, Any]:
-    """Return a copy of the `info` dict of a call, or an empty dict for None. Raise an error for any other value."""
+    """Return a copy of a call's `info` dict, or an empty dict for None. Raise an error for any other value."""
     if info is not None and not isinstance(info, Mapping):
         raise TypeError(f"`info={info!r}`: need a dict; the operator gets its entries with each batch.")
     return dict(info or {})
 
 
 def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], **objects: type[Any]) -> None:
-    """Raise an error for the first of the unknown keywords, if any.
+    """If there are unknown keywords, raise an error for the first.
 
     The message says where the keyword belongs or what was probably meant.
 
@@ -346,7 +346,7 @@ def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callabl
 
 
 def _line_for(owner: Any, unknown: Sequence[str]) -> str | None:
-    """Return what to write instead of a method's first unknown keyword, or None if the keyword is not recognized."""
+    """Return what to write instead of a method's first unknown keyword, or None if there is no suggestion for it."""
     places = [each for each in type(owner).__mro__ if each.__name__ in PLACES]
     if not unknown or not places:
         return None

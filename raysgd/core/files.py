@@ -1,8 +1,8 @@
 """Atomic writes of local files, and checks that paths are local.
 
 A write goes to a temporary file next to the target, which is renamed to the target once it is completely on disk. If a
-process is killed in the middle, the earlier file stays intact and a file `.raysgd-*.tmp` is left over. The next write
-into the folder deletes this leftover: immediately if its name shows that its process ran on this machine and has ended,
+process is killed during a write, the earlier file stays intact and a file `.raysgd-*.tmp` is left over. The next write
+to the folder deletes this leftover: immediately if its name shows that its process ran on this machine and has ended,
 otherwise when it is old. Without this cleanup, frequently preempted training runs would fill the disk.
 """
 
@@ -71,10 +71,10 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
 
 @functools.cache
 def _home_of_processes() -> str:
-    """Return an ID of this machine and container, within which process IDs are unique. Return "" if unknown."""
+    """Return an ID of this machine and container, within which process IDs are unique. Return "" if it is unknown."""
     try:
         boot, processes = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
-    except OSError:  # not Linux
+    except OSError:  # the system is not Linux
         return ""
     return hashlib.sha256(f"{socket.gethostname()} {boot} {processes}".encode()).hexdigest()[:16]
 
@@ -109,7 +109,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 def _last_change(entry: os.DirEntry[str]) -> float:
-    """Return the time of the last change. For a folder, include the entries directly inside it."""
+    """Return when a file or folder was last changed. For a folder, include the entries directly inside it."""
     times = [entry.stat(follow_symlinks=False).st_mtime]
     if entry.is_dir(follow_symlinks=False):
         with os.scandir(entry) as inner:
@@ -118,7 +118,7 @@ def _last_change(entry: os.DirEntry[str]) -> float:
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:
-    """Flush a file, or a folder's list of names, to disk. Ignore that some file systems cannot flush a folder."""
+    """Flush a file, or a folder's list of names, to disk. Do nothing if the file system cannot flush folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

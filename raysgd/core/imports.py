@@ -66,7 +66,7 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
 def _missing(module: str, extra: str, error: BaseException | None) -> str | None:
     """Return the name of the package whose absence caused an import error, or None if the import failed otherwise.
 
-    The package may be the one that has `module`, or another package that it needs.
+    This is either the package that contains `module`, or a package that `module` imports.
     """
     while error is not None:
         name = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -92,7 +92,7 @@ def install_command(extra: str, *options: str, package: str = "") -> str:
 
 
 def _named(package: str, extra: str) -> list[str]:
-    """Return the requirement that one of raysgd's extras declares for a package, in a list. Empty if it declares none.
+    """Return a list with the requirement that a raysgd extra declares for a package. Empty if it declares nothing.
 
     The extra may declare it directly or through another package's extra.
     """
@@ -169,11 +169,12 @@ def lazy_names(package: str, modules: Mapping[str, str], shown: Iterable[str] | 
 
 
 def pickle_modules_by_name() -> None:
-    """Let pickle store modules of special classes by name, like ordinary modules.
+    """Let pickle store modules by name even if a module's class is a subclass of `ModuleType`.
 
-    Cloudpickle pickles a script's function or class with all modules that it may use. If it uses `torch.distributed`
-    and also has `self.config`, cloudpickle assumes that it uses the module `torch.distributed.config`. That module's
-    class is a subclass of `ModuleType`, whose instances pickle rejects.
+    Cloudpickle pickles a script's functions and classes together with the modules that they may use. For example, if a
+    class uses `torch.distributed` and `self.config`, cloudpickle assumes that it uses the module
+    `torch.distributed.config`. The class of that module is a subclass of `ModuleType`, and pickle rejects instances of
+    such subclasses.
     """
     own = {type(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)} - {ModuleType}
     for kind in own - copyreg.dispatch_table.keys():

@@ -358,7 +358,7 @@ def find_name(path: str) -> Any:
 
 
 def require_names(owner: Any, *names: str) -> None:
-    """Raise an error if an object of another project lacks a name without which results would be wrong.
+    """Raise an error if another project's object lacks a name. For names without which results would be wrong.
 
     Args:
         owner: An object, class or module.

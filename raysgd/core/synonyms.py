@@ -1,8 +1,8 @@
 """Maps option names of other libraries to what to write in this library instead, for error messages.
 
 Users of `transformers.Trainer`, Lightning, Keras and accelerate try the names that they know. The result of
-`instead_of` depends on where the option was passed: to a trainer of an operator or of a training function, in a config,
-or to a callback.
+`instead_of` depends on where the option was passed: to an operator's trainer, to a training function's trainer, in a
+config, or to a callback.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ for _described, _public in ((_DescribedError, WorkerError), (_DescribedFailure, 
 def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
     """Return the exception for errors in workers: a `WorkerError` that is also an instance of the first error's class.
 
-    It replaces the original exception. It keeps the original's cause, and its live frames if the worker is this
-    process.
+    The returned exception keeps the original's cause. If the worker is this process, it also keeps the original's live
+    frames instead of the traceback's text.
 
     Args:
         faults: The errors of one call, by rank.
@@ -87,7 +87,7 @@ def _joined(own: type[Exception], original: BaseException, also: type[Exception]
 def _class_of_both(
     own: type[Exception], user_class: type[BaseException], also: type[Exception] | None = None
 ) -> type[BaseException]:
-    if issubclass(user_class, own):  # raised in a worker that itself has workers
+    if issubclass(user_class, own):  # the error was raised in a worker that has workers of its own
         return user_class
     if not issubclass(user_class, Exception):  # `SystemExit` and similar exceptions must not end the driver
         user_class = RuntimeError

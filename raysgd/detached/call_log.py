@@ -33,8 +33,8 @@ class LoggedCall:
     Attributes:
         token: The call's ID, unique across all programs.
         method: Name of the trainer's method.
-        program: ID of the program that waits for the answer. None if that program has ended and another may claim the
-            call; empty if no other program may claim it.
+        program: ID of the program that waits for the answer. None if that program has ended and another program may
+            claim the call; empty if no other program may claim it.
         words: Description of the program that made the call.
         answer: Receives the pickled outcome, a `CallOutcome`.
         began_at: Start time of the call, in seconds as in `time.time`. None while the call is queued.
@@ -140,7 +140,9 @@ class CallLog:
             for call in calls:
                 call.program, call.was_left = "" if call.method in OF_ITERATORS else None, True
         for call in calls:
-            if call.program == "":  # a call of an iterator, which only its program can use: nobody claims the answer
+            # the call belongs to an iterator, which only the program that created it can use, so nobody may claim the
+            # answer
+            if call.program == "":
                 call.answer.add_done_callback(partial(self._forget, call.token))
         self._drop_oldest()
 

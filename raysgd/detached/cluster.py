@@ -19,7 +19,7 @@ from raysgd.detached.protocol import Detached, packed_arguments, unpacked_answer
 from raysgd.exceptions import OnFailure, TrainerLostError, UnknownTrainerError
 
 _NOT_ANSWERING = "not answering"
-_RESTARTS = 100  # most restarts by Ray, in case the process dies on every start
+_RESTARTS = 100  # limits how often Ray restarts the process, in case it dies on every start
 _NO_RAY = (
     "{}, and a Ray that a program starts ends with it. A detached trainer needs one that stays: run `ray start --head` "
     "in a shell, and this program again, which finds it. `ray stop` ends it."
@@ -90,7 +90,7 @@ def start(
     _make_room(settings)
     try:
         actor = _new_actor(settings, is_lasting)
-    except ValueError:  # from Ray, if another program has taken the name in the meantime
+    except ValueError:  # Ray raises it if another program has taken the name in the meantime
         _check_free(settings.name)
         raise
     handle = DetachedTrainer(settings.name, actor)
@@ -130,7 +130,7 @@ def _new_actor(settings: Detached, is_lasting: bool) -> Any:
     }
     if settings.resources:
         options["resources"] = dict(settings.resources)
-    else:  # the program's node, so that files are written where the user expects them
+    else:  # run on the program's node, so that files are written where the user expects them
         node = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
     plain = replace(settings, replace=False)
@@ -211,7 +211,7 @@ def stop(name: str, *, force: bool = False) -> str:
 
 
 def _saved(actor: Any) -> str:
-    """Request that a trainer saves itself, and wait unless it stops answering. Return a phrase about the outcome."""
+    """Ask a trainer to save itself, and wait until it has, or stops answering. Return a phrase about the outcome."""
     import ray
 
     asked = actor.save_left.remote()
@@ -224,7 +224,7 @@ def _saved(actor: Any) -> str:
 
 def _existing(name: str) -> Any:
     """Connect to Ray and return a detached trainer's actor."""
-    Detached(name)  # checks the name
+    Detached(name)  # raises an error if the name is invalid
     connect()
     actor = find(name)
     if actor is None:

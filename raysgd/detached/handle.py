@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 class DetachedTrainer:
     """A handle to a trainer that runs in a separate process and outlives this program.
 
-    It has the methods of that trainer: of `TorchTrainer`, `TFTrainer` or `train.Trainer`.
+    It has the same methods as the trainer, which is a `TorchTrainer`, a `TFTrainer`, or a trainer of `raysgd.train`.
 
     Calls from all programs run one at a time. While you wait for a call, your program prints the trainer's output.
     Ctrl-C ends the call, as it does for a trainer in your program. The trainer continues if a program ends without
@@ -95,7 +95,7 @@ class DetachedTrainer:
     def shutdown(self, force: bool = False) -> None:
         """End the trainer and its process, and free their resources. A second call does nothing.
 
-        A running call of any program is ended too, and raises `TrainerShutdownError`.
+        If any program is running a call, that call raises `TrainerShutdownError`.
 
         Args:
             force: True to end the workers immediately instead of letting them shut down cleanly.
@@ -170,7 +170,7 @@ class DetachedTrainer:
         return f"<detached {self._name}: {known['trainer']}>"
 
     def _repr_html_(self) -> Any:
-        with suppress(TrainerLostError, TrainerShutdownError):  # a notebook then shows the `repr`
+        with suppress(TrainerLostError, TrainerShutdownError):  # if this fails, a notebook shows the `repr` instead
             return self._look("_repr_html_", True, _NO_ARGUMENTS)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -193,7 +193,8 @@ class DetachedTrainer:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         given = {key: self._as_sent(key, data) for key, data in kwargs.items() if key in _DATA and data is not None}
         kwargs = {**kwargs, **given}
-        if name in MAY_GO_ON and not kwargs.get("blocking", True):  # in the trainer's process, the call itself blocks
+        # the call returns here at once, but in the trainer's process it blocks
+        if name in MAY_GO_ON and not kwargs.get("blocking", True):
             asked = self._request("call", name, packed_arguments(name, args, {**kwargs, "blocking": True}))
             try:
                 self._ask("begin", asked)  # wait here, because Ray does not preserve the order of repeated requests
@@ -227,13 +228,13 @@ class DetachedTrainer:
         except KeyboardInterrupt:  # forwarded: the call raises it in the trainer's process, and its answer contains it
             self._actor.interrupt.remote(token)
             reply = self._wait(token, call, None)
-        del call  # otherwise Ray would repeat the request to restore a lost reply after the call was discarded
+        del call  # otherwise, if the reply is lost, Ray would repeat the request, although the call has been discarded
         if reply is None:
             raise RuntimeError("Another program has the result of this call.")
         packed, num_pieces = reply
         while (self._seen or 0) < num_pieces:
             self._show(self._ask("news", token, self._seen))
-        answer = unpacked_answer(packed)  # if this program cannot unpickle it, the answer stays with the trainer
+        answer = unpacked_answer(packed)  # if this program cannot unpickle the answer, the trainer still has it
         self._actor.confirm.remote(token)  # sent before the next call, and before the program ends
         return answer
 
@@ -242,7 +243,8 @@ class DetachedTrainer:
 
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         brief_s = _BRIEF_S if timeout_s is None else min(_BRIEF_S, timeout_s)
-        with suppress(ray.exceptions.GetTimeoutError):  # for a short call, `get` alone is faster
+        # a short call finishes within this wait, which is faster than fetching output
+        with suppress(ray.exceptions.GetTimeoutError):
             return self._get(call, brief_s)
         news, knows_other = None, False
         while time.monotonic() < deadline:
@@ -394,7 +396,7 @@ def _attached(name: str) -> DetachedTrainer:
 
 def _this_program() -> str:
     """Return this program's user, host and process ID, to describe it to other programs."""
-    with suppress(Exception):  # the user may have no name
+    with suppress(Exception):  # the operating system may know no name for this process's user
         return f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     return f"process {os.getpid()} on {socket.gethostname()}"
 

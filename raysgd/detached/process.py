@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
-_MOST_DEATHS = 3  # after so many deaths of the process at the same point of a call, the call fails
+_MOST_DEATHS = 3  # a call fails once the process has died this many times at the same point of the call
 _START_S = 60.0  # the process ends if no program is attached for this long before the trainer is created
 _END_S = 5.0
 _CALL = "call:"  # prefix of calls in the journal
@@ -182,11 +182,11 @@ class TrainerProcess:
 
         try:
             self._save_left("the detached trainer was not needed any more")
-        except Exception:  # no program is attached that could get the error, and resources must still be freed
+        except Exception:  # no attached program could receive the error, and resources must still be freed
             logger.exception("the detached trainer `%s` could not be saved", self._settings.name)
         try:
             self._end_trainer()
-        except Exception:  # the process must end anyway
+        except Exception:  # the process must end even if this fails
             logger.exception("the workers of the detached trainer `%s` could not be ended", self._settings.name)
         self._journal.discard()
         ray.kill(ray.get_runtime_context().current_actor)
@@ -206,7 +206,7 @@ class TrainerProcess:
 
         Returns:
             A pickled pair: the path of the saved file, and a description of the running call that prevented saving.
-            Either is None if it does not apply.
+            The path is None if nothing was saved, the description is None if no call was running.
         """
         return await asyncio.to_thread(packed_answer, self._save_unless_busy)
 
@@ -257,7 +257,8 @@ class TrainerProcess:
 
     def _after_call(self, asked: CallRequest, answer: bytes) -> dict[str, bytes | None]:
         entries: dict[str, bytes | None] = {"fit": None}
-        if asked.kind == "start" and self._trainer is not None:  # from now on the next process can continue
+        # the trainer exists, so if this process dies, the next process can continue
+        if asked.kind == "start" and self._trainer is not None:
             entries["start"] = pickle.dumps(asked)
         if self._kept_trainer is not None:
             entries |= self._kept_trainer.changes()
@@ -307,7 +308,7 @@ class TrainerProcess:
             self._note_program(program, *pickle.loads(kept[name]))
 
     def _num_deaths(self, running: CallRequest, kept: dict[str, bytes]) -> int:
-        """Count one more death of the process in a call. Return the deaths since the last completed epoch of `fit`.
+        """Record that the process died during a call. Return how often it has since `fit` last completed an epoch.
 
         Args:
             running: The call during which the previous process died.
@@ -355,7 +356,7 @@ class TrainerProcess:
         self._write(lambda: {_entry(token): None, f"{_TAKEN}{token}": None})
 
     async def interrupt(self, token: str) -> None:
-        """Interrupt a call and wait until it finishes. The wait makes Ray repeat this request if the process dies."""
+        """Interrupt a call and wait until it finishes. Ray repeats this waiting request if the process dies."""
         self._log.interrupt(token)
         await self.answer(token)
 
@@ -417,7 +418,7 @@ class TrainerProcess:
             await asyncio.sleep(_LOOK_S)
 
     def _do(self, asked: CallRequest) -> Any:
-        if Path(asked.folder).is_dir():  # the folder may exist only on the program's node
+        if Path(asked.folder).is_dir():  # the calling program's folder may exist only on that program's node
             os.chdir(asked.folder)
         if asked.kind == "draw":
             return self._draw(asked.name)

@@ -4,7 +4,8 @@ Objects in Ray's object store are lost with the process that put them there. Byt
 outlive the program that sent them, and an answer can wait in the trainer's process for any program.
 
 The handle in the program looks up public names of a trainer in the trainer's process, so a new method or option needs
-no change here. The tables below list the names that are neither queued calls nor plain attributes.
+no change here. The tables below list the names that the handle treats differently from ordinary queued calls and
+attributes.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Detached:
 
 @dataclass(frozen=True)
 class RemoteIterator:
-    """Represents an iterator that stays in the trainer's process. The program gets each value with a call.
+    """Represents an iterator that stays in the trainer's process. The program gets each value with a separate call.
 
     Attributes:
         token: ID of the call that returned the iterator.

@@ -46,7 +46,7 @@ class BackgroundWriter:
     """Writes checkpoint files in a background thread, one after the other, in the order of `submit`.
 
     The thread runs only while writes are queued. It is not a daemon thread, so a program finishes its writes before it
-    exits. A failed write is logged at once, and the next call of `submit`, `write`, `wait` or `close` raises the error.
+    exits. A failed write is logged at once, and the next call to `submit`, `write`, `wait` or `close` raises the error.
     After several failures, each of these calls raises one error, oldest first. A `WorkersLostError`, for a state that
     was lost with its worker, is different: only `wait` and `close` raise it, and not after a later successful write.
     """
@@ -73,7 +73,7 @@ class BackgroundWriter:
             self._raise_failure(passing=WorkersLostError)
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
-                thread.start()  # the thread first waits for the lock, which this block holds
+                thread.start()  # the thread cannot run before this block ends, because the block holds the lock
                 self._thread = thread
             submitted = SubmittedWrite(self)
             self._jobs.append((submitted, files.absolute(path), produce, write))
@@ -128,7 +128,7 @@ class BackgroundWriter:
         self.wait()
 
     def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
-        """Raise the oldest failure that is not an instance of `passing`, if any."""
+        """If a write has failed, raise the oldest failure, skipping failures that are instances of `passing`."""
         failure = next((each for each in self._failures if not isinstance(each, passing)), None)
         if failure is not None:
             self._failures.remove(failure)
@@ -151,7 +151,7 @@ class BackgroundWriter:
                 submitted, path, produce, write = self._jobs.popleft()
             began = time.perf_counter()
             failure = self._failure_of(path, produce, write)
-            del produce, write  # they may hold references to large objects
+            del produce, write  # these functions may hold references to large objects
             if failure is None:
                 self._make_up()
             with self._changed:
@@ -166,7 +166,7 @@ class BackgroundWriter:
         """Write a file. Return the error, or None if the write succeeded."""
         try:
             write(path, produce())
-        except BaseException as error:  # a later call raises it
+        except BaseException as error:  # a later call raises this error
             logger.error("could not write checkpoint %s: %r", files.shown(path), error)
             _forget_variables(error)
             return error

@@ -77,8 +77,8 @@ class BatchMaker:
 
     Args:
         of_pass: The pass over the stream.
-        watched: The lanes whose ends this worker watches. It also reads rows of neighboring lanes: if its part of a
-            global batch ends inside a lane, two workers read that lane.
+        watched: The lanes whose ends this worker detects. The worker also reads rows from neighboring lanes: if its
+            part of a global batch ends inside a lane, two workers read that lane.
         collate: Combines a list of rows into a batch.
 
     Attributes:
@@ -128,7 +128,7 @@ class BatchMaker:
         return collated(self._collate, rows, places)
 
     def rows(self, wanted: Sequence[LaneSlice]) -> Iterator[tuple[str, int, Any]]:
-        """Yield the shard, number and content of each row, before the pipeline steps that follow the last filter."""
+        """Yield each row's shard, number and content. The pipeline steps after the last filter are not applied yet."""
         for lane, start, stop in wanted:  # slices of the same lane are in row order
             reader = self._reader(lane)
             reader.skip(start - self._passed[lane])
@@ -233,7 +233,7 @@ class _LoaderProcess:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(maker, theirs, begin), name="raysgd-loader", daemon=True)
         self._process.start()
-        theirs.close()  # only the process may hold this end, so that the worker notices when the process ends
+        theirs.close()  # only the loader process may hold this end, so that the worker notices when that process ends
 
     def send(self, order: BatchOrder) -> None:
         try:
@@ -257,7 +257,7 @@ class _LoaderProcess:
         return StreamError(f"a loader process {how}. If it ran out of memory, use fewer, or a smaller `prefetch`.")
 
     def kill(self) -> None:
-        self._process.kill()  # it may be busy for a long time, and has no state to save
+        self._process.kill()  # killed, because the process may be busy for a long time, and has no state to save
         self._process.join()
         self._process.close()
         self._connection.close()
@@ -278,7 +278,7 @@ def _serve(maker: BatchMaker, connection: Connection[Any, BatchOrder], begin: Ca
             os._exit(0)
         try:
             answers.put(maker.make(order))
-        except Exception as error:  # the worker raises it
+        except Exception as error:  # the worker receives the error and raises it
             answers.put(ExceptionWithTraceback(error, error.__traceback__))
 
 

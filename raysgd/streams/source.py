@@ -201,9 +201,9 @@ class StreamSource:
         ranks: The workers that read the stream together.
         seed: Seed for the row order of every pass. It must be identical on all ranks.
         collate: Combines a list of rows into a batch.
-        item: Builds the yielded items. Called with the batch, its gradient weight, its number of rows that count, the
-            number of rows of all ranks, whether it is the first batch of a global step, whether it is the last, the
-            seeds of its logical shard, and whether the pass ends.
+        item: Builds the yielded items. Called with the batch, its gradient weight, its number of rows without padding,
+            the number of rows across all ranks, whether it is the first batch of a global step, whether it is the last
+            batch of the step, the seeds of its logical shard, and whether the pass ends with it.
         no_batch: Yielded in place of a batch without rows.
 
     Attributes:
@@ -232,7 +232,7 @@ class StreamSource:
 
     @property
     def most_batches(self) -> int:
-        """Number of successive batches that a rank takes in a global step."""
+        """Number of batches that a rank processes one after another in a global step."""
         shares: Any = self._shares
         return int(shares.num_batches(self.data.batch_size))
 
@@ -246,7 +246,7 @@ class StreamSource:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
     def join(self, ranks: StreamGroup) -> None:
-        """Join a group of workers. If lane lengths are unknown, the ranks all-reduce what they see of the lanes."""
+        """Join a group of workers. If lane lengths are unknown, ranks all-reduce how many rows they find."""
         self._ranks = ranks
         is_needed = ranks.world_size > 1 and not self.data.open_pass(0, self.seed).is_known
         self._start_sum = ranks.adding() if is_needed else alone
@@ -307,13 +307,13 @@ class StreamSource:
             yield self._item(batch.batch, 1.0, batch.num_rows, batch.num_rows)
 
     def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
-        """Return the random seeds for a logical shard, based on its first row, and for after the step's last shard."""
+        """Return two random seeds: one for a logical shard, based on its first row, and one to set after the step."""
         places = (consumed + batch.start, consumed)
         own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
         return own, of_step
 
     def _note(self, batch: StreamBatch) -> None:
-        """Store the position after a global batch. Training reports later how many of these steps are done."""
+        """Store the position after a global batch, so that a later pass can continue after that batch."""
         num_rows = batch.after.num_rows
         self._positions[num_rows], self.left_out = batch.after, batch.after.left_out
         if len(self._positions) > _NUM_POSITIONS:
@@ -324,12 +324,12 @@ class StreamSource:
                 logger.warning("%d rows could not be read and were left out of this pass", self.left_out)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return plain data from which a step's rows can be determined later. See `raysgd.journal`."""
+        """Return plain data from which `raysgd.journal` can later determine which rows a step used."""
         return {"kind": "stream", "batch_size": self.data.batch_size, **self.state(consumed, is_mid_pass)}
 
     @property
     def num_samples(self) -> int | None:
-        """Number of rows of the pass over all ranks; None if it is unknown."""
+        """Number of rows in the pass, across all ranks; None if it is unknown."""
         return self._end
 
     def num_steps(self) -> int | None:
@@ -342,13 +342,13 @@ class StreamSource:
         return rows if self._end is None else min(rows, self._end)
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return the fields of a saved position, except for the number of rows."""
+        """Return the fields to save with a position, except for its number of rows."""
         position = self._positions.get(consumed, StreamPosition(consumed))
         lanes = None if position.lanes is None else [list(lane) for lane in position.lanes]
         return {"seed": self.seed, "stream": self.data.origin, "turn": position.turn, "lanes": lanes}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """Restore a saved position. Return True: the pass can always continue from it.
+        """Restore a saved position. Always return True, because a stream's pass can continue from any position.
 
         Raises:
             ValueError: The position is in the middle of a pass over a different stream, or it is damaged.

@@ -74,7 +74,7 @@ class FunctionRun:
         on_wait: Called about ten times a second while waiting for a step.
         preemption: Returns the nodes that are about to be taken away. Its argument is the time at which the program
             ends, in milliseconds of Unix time, or None if the program continues.
-        leaving: Reports whether a signal is ending the program.
+        leaving: Reports whether a signal has asked the program to end.
     """
 
     def __init__(
@@ -143,7 +143,8 @@ class FunctionRun:
                 self.returned = list(step.data)
                 self._checkpoints.flush()
                 self._end_those_that_wait()
-                if self._spec.is_elastic and not self._queues.are_all_there:  # some workers stepped in too late
+                # some workers had not met the other ranks when the functions finished
+                if self._spec.is_elastic and not self._queues.are_all_there:
                     self._controller.kill_group()
         return step
 
@@ -188,7 +189,7 @@ class FunctionRun:
             self._controller.kill_group()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
-        """Return True if the workers can run another function: all ranks raised, or the only rank's function stopped.
+        """Return True if the workers can run another function: every rank raised, or there is one rank and it stopped.
 
         If only some ranks failed, the other ranks may still be inside a collective operation, and the next operation
         would receive its data.
@@ -259,7 +260,7 @@ class FunctionRun:
     # ---------------------------------------------------------------------------------------------------------- workers
 
     def _starts(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Return the arguments that start the function on each rank, or empty tuples if it is already running.
+        """Return each rank's arguments for starting the function, or empty tuples if the function is already running.
 
         The controller calls this method for each attempt, so this method must not call the controller. The hooks know
         the current group.
@@ -279,8 +280,9 @@ class FunctionRun:
         parts = [None] if self._data is None else self._data(len(worlds), hooks.workers.workers)
         if is_whole:
             start = spec, shared, parts[0]
-            hooks.replicas.start = start  # also for workers that start later; sharded data has no shard for them
-            starts = [start] * len(worlds)  # one object, so that the engine pickles it once
+            # for standby workers, which start the function later; if the data is sharded, no shard is left for them
+            hooks.replicas.start = start
+            starts = [start] * len(worlds)  # the same object for all ranks, so that the engine pickles it once
         else:
             starts = [(spec, shared, hooks.store(part)) for part in parts]
         self._attempt = hooks.num_started
@@ -306,7 +308,7 @@ class FunctionRun:
         return self._spec.is_elastic and bool(self._hooks.replicas.start)
 
     def _end_those_that_wait(self) -> None:
-        """Kill the standby workers that wait to step in: they have already started the function, which is over."""
+        """Kill the standby workers that are waiting to step in, because their function's run is over."""
         if self._spec.is_elastic:
             self._hooks.replicas.start = ()
             self._hooks.group.standby.kill_all()
@@ -400,7 +402,8 @@ class FunctionRun:
 
         Return False if a checkpoint was lost.
         """
-        self.may_restart = False  # otherwise the group might grow now, which would lose the folders
+        # otherwise the function might restart on more workers now, which would lose the folders
+        self.may_restart = False
         taken = taken_names({rank: ref.files or () for rank, ref in stored.items()})
         tokens = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
         left_out = {rank: names for rank, names in taken.items() if names}
@@ -452,7 +455,7 @@ class MessageQueues:
         self._joined: Mapping[Any, int] = {}
 
     def follow(self, attempt: int | None, members: Mapping[Any, int]) -> None:
-        """Set the workers that send messages, in rank order, and drop the messages of all other workers.
+        """Set the workers whose messages are queued, in rank order, and drop the messages of all other workers.
 
         Args:
             attempt: Number of the group that the function was last started on. A new number empties all queues.
@@ -461,7 +464,7 @@ class MessageQueues:
         known = dict(zip(self._members, zip(self._queues, self._nums_taken, strict=True), strict=True))
         if attempt != self._attempt:
             known, self._met = {}, set(members)
-        if not self._met.intersection(members):  # all workers that had met are lost
+        if not self._met.intersection(members):  # all workers that had met each other are lost
             self._met = set(members)
         self._joined = members
         kept = [known.get(member, (deque(), 0)) for member in members]
@@ -519,12 +522,13 @@ class FunctionStep:
     """One step of the functions on all workers.
 
     Attributes:
-        kind: The type of the step's messages; None once all functions have finished.
+        kind: The type of the messages in this step, such as a report; None once all functions have finished.
         data: Encoded metrics of all reporting workers, or return values of the functions, in rank order.
         checkpoint_ref: The step's checkpoint, if it has one. A checkpoint to send takes precedence over a checkpoint
             that workers store.
         source: Rank that holds the checkpoint.
-        refused: Ranks whose checkpoint will not be used, each with the checkpoint's token. They wait for this decision.
+        refused: Ranks whose checkpoint will not be used, each with the checkpoint's token. The functions on these ranks
+            wait until they are notified.
         stored: Checkpoints that ranks store themselves, by rank.
     """
 
@@ -564,7 +568,7 @@ def check_step(messages: Sequence[Message | None]) -> FunctionStep:
 
 
 def _step_of(found: Mapping[int, FunctionMessage], kind: TrainingResultType) -> FunctionStep:
-    """Combine messages of one type. Among the checkpoints to send, use the lowest rank's checkpoint."""
+    """Combine messages of one type into a step. If several ranks want to send a checkpoint, use the lowest rank's."""
     refs = {rank: m.checkpoint_ref for rank, m in found.items() if m.checkpoint_ref is not None}
     stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
     sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
@@ -592,7 +596,7 @@ def questions_in(messages: Sequence[Any]) -> Sequence[Question]:
 
 
 def answer_to(questions: Sequence[Question], preemption: Callable[[], PreemptionInfo | None]) -> bytes:
-    """Return the pickled answer for all ranks."""
+    """Return the pickled answer to a question, which is the same for all ranks."""
     answer: bytes = questions[0].data if questions[0].name == BROADCAST else cloudpickle.dumps(preemption())
     return answer
 
@@ -616,7 +620,7 @@ def _wait_on() -> None:
 
 
 def _arrived(transfer: Any) -> Any:
-    """Wait for a checkpoint from a worker and return it.
+    """Wait until a worker's checkpoint has been transferred, and return it.
 
     Raises:
         CheckpointLostError: The worker died.

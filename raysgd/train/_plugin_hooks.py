@@ -22,7 +22,7 @@ from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, describe
 logger = logging.getLogger(__name__)
 
 _ARRIVAL_S = 30.0  # how long to wait for a checkpoint in transit before its worker is stopped
-_ARRIVAL_AT_CTRL_C_S = 3.0  # the same after Ctrl-C; a second Ctrl-C cuts the wait short
+_ARRIVAL_AT_CTRL_C_S = 3.0  # how long to wait instead after Ctrl-C; a second Ctrl-C ends the wait
 
 
 class PluginHooks(GroupHooks):
@@ -30,7 +30,7 @@ class PluginHooks(GroupHooks):
 
     Attributes:
         num_started: Number of groups that were started.
-        num_changes: Number of times that a group changed in place.
+        num_changes: Number of times that the workers of a running group changed.
         joined: For each worker that joined a running group, the value of `num_changes` after it joined.
         replicas: Creates the workers' replicas.
 
@@ -41,7 +41,7 @@ class PluginHooks(GroupHooks):
         await_checkpoint: Waits until no checkpoint is in transit from a worker to the driver, up to the given number
             of seconds.
         make_object: Creates the user's object in every worker, as the last step of its start; None for no object.
-        tell_failure: Called when a call is repeated after a failure.
+        tell_failure: Called with the diagnosis of a failure before the failed call is repeated.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PluginHooks(GroupHooks):
         return self.group.store(value).reference
 
     def on_start(self, group: EngineGroup) -> GroupReport | None:
-        """Let the plug-in connect the workers. If a worker dies while it does, return a report of the lost worker."""
+        """Let the plug-in connect the workers. If a worker dies meanwhile, return a report about the lost worker."""
         try:
             workers = WorkerGroup.over(group, self._resources)
             self._backend.on_start(workers, self._config)
@@ -97,7 +97,7 @@ class PluginHooks(GroupHooks):
         return None
 
     def on_change(self, group: EngineGroup) -> None:
-        """Update the ranks of the remaining workers, and add the new workers."""
+        """Update `workers` after a group changed in place: the ranks of the remaining workers, and the new workers."""
         known = dict(zip(self._infos, self.workers.workers, strict=True))
         new = [rank for rank, info in enumerate(group.infos) if info not in known]
         self.num_changes += 1

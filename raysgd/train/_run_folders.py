@@ -1,4 +1,4 @@
-"""A trainer's folder and its run folders. On disk they are paths, in a remote store `Folder` objects."""
+"""A trainer's folder and its run folders. Folders on disk are paths; folders in a remote store are `Folder` objects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def make_run_dir(logdir: Path | Folder, number: int) -> tuple[int, Path | Folder
 
 
 def _is_new(run_dir: Path | Folder) -> bool:
-    """Create a run's folder and return True. Return False if it exists.
+    """Create a run's folder and return True. Return False if the folder already exists.
 
     In a remote store this is not atomic, so two programs may both get True.
     """
@@ -107,7 +107,7 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
     def save() -> None:
         try:
             _send(local, run_dir)
-        except StorageError as error:  # the error that ended the run is more important
+        except StorageError as error:  # the error that ended the run is more important, so it is raised instead
             logger.error("%s", error)
 
     with OnFailure(save):
@@ -116,7 +116,8 @@ def local_run_dir(run_dir: Path | Folder) -> Iterator[Path]:
 
 
 def _send(local: Path, run_dir: Folder) -> None:
-    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)  # in the store already
+    # the checkpoints are already in the store
+    shutil.rmtree(local / constants.TRAIN_CHECKPOINT_SUBDIR, ignore_errors=True)
     try:
         run_dir.upload(local)
     except StorageError as error:
@@ -129,7 +130,7 @@ def fetch_checkpoints(run_dir: Path | Folder, local: Path) -> None:
         return
     try:
         (run_dir / constants.TRAIN_CHECKPOINT_SUBDIR).download(local / constants.TRAIN_CHECKPOINT_SUBDIR)
-    except FileNotFoundError:  # no checkpoints were saved
+    except FileNotFoundError:  # the run saved no checkpoints
         pass
     except StorageError as error:
         logger.error("could not download the run's checkpoints for the callbacks: %s", error)

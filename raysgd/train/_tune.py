@@ -99,7 +99,7 @@ class FunctionTrial:
         self._has_ended = False
 
     def step(self) -> TrialStepResult:
-        """Return rank 0's next report, with a flag that is True if Tune does not have the newest checkpoint yet.
+        """Return rank 0's next report, with an added flag that is True if Tune does not have the newest checkpoint yet.
 
         Raises:
             RuntimeError: The function has finished, and `refuses_more_steps` is True.
@@ -130,7 +130,7 @@ class FunctionTrial:
         return self._trainer.checkpoint_manager.latest_checkpoint_id if self._trainer is not None else 0
 
     def save(self, folder: Path) -> None:
-        """Write the newest checkpoint for Tune, or the trial's starting checkpoint if none was saved since."""
+        """Write the trial's newest checkpoint for Tune, or its starting checkpoint if it has not saved any."""
         self._num_saved = self._num_taken
         checkpoint = self._trainer.latest_checkpoint if self._trainer is not None else None
         content = checkpoint if checkpoint is not None else self._begin_from or {}
@@ -277,7 +277,7 @@ class FitTrial:
         return folder
 
     def save(self, folder: Path) -> None:
-        """Write the newest checkpoint for Tune, and delete older checkpoints."""
+        """Write the newest checkpoint to `folder` for Tune, and delete older checkpoints from the trial's storage."""
         newest = self._newest or self._begin_from
         if newest is not None:
             newest.to_directory(folder)

@@ -53,13 +53,13 @@ class Backend:
     share_cuda_visible_devices: bool = False
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver when all workers are running, and again with the new workers after workers were lost."""
+        """Called in the driver when all workers are running, and again after lost workers have been replaced."""
 
     def on_training_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
         """Called in the driver before a function starts."""
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
-        """Called in the driver before workers are stopped in an orderly way. Exceptions raised here are only logged."""
+        """Called in the driver before workers are shut down cleanly. Exceptions raised here are only logged."""
 
     @staticmethod
     def encode_data(data_dict: dict[str, Any]) -> EncodedData:
@@ -97,7 +97,7 @@ class BackendConfig:
 
 @dataclass
 class PlacedConnection(Connection):
-    """Wraps a connection. Even a single worker joins it, and environment variables tell each worker its rank.
+    """Wraps a connection: a single worker joins it too, and environment variables tell each worker its rank.
 
     Attributes:
         inner: The wrapped connection.
@@ -132,7 +132,7 @@ class PlacedConnection(Connection):
         self.inner.join(rendezvous, world, even_alone=True)
 
     def variables(self, rendezvous: Rendezvous, world: World) -> dict[str, str]:
-        """Return the environment variables to set before joining."""
+        """Return the environment variables, such as `RANK`, to set before the worker joins."""
         variables = {}
         if self.shares_gpus and world.node_gpu_ids:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(world.node_gpu_ids)
@@ -155,7 +155,7 @@ class PlacedConnection(Connection):
             membership.note_broken(MeshBroken("the group is formed again, because workers were lost"))
 
     def leave_for_another(self) -> None:
-        """Leave once the running function has no pending collective. Interrupting the connection ends collectives."""
+        """Interrupt the connection, wait until the function's pending collectives have failed, and leave the group."""
         membership = _membership()
         if membership is not None:
             self.inner.interrupt()

@@ -180,7 +180,7 @@ class BaseTrainer(ABC):
         return FitJob(folder, recorder, self.run_config, self._facts(folder), begin_from)
 
     def _facts(self, folder: TrialFolder) -> TrialFacts:
-        """Return the facts that a function can query about a run in that folder."""
+        """Return what the function can query about its run, such as the folder."""
         return TrialFacts(
             folder=folder.trial,
             experiment_name=folder.experiment_name,
@@ -236,7 +236,7 @@ class BaseTrainer(ABC):
 
     @property
     def _trial_config(self) -> dict[str, Any]:
-        """The config that the run's results include."""
+        """The config that is included in the run's results."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

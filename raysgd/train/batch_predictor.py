@@ -88,7 +88,7 @@ class BatchPredictor:
             data: A Ray Data dataset.
             feature_columns: Columns that the model receives, as the preprocessor names them; None for all columns.
             keep_columns: Columns of `data` to add to the predictions.
-            batch_size: Number of rows to predict at once.
+            batch_size: Number of rows in each batch that is passed to the predictor.
             min_scoring_workers: Minimum number of workers.
             max_scoring_workers: Maximum number of workers; None for as many as the resources allow.
             num_cpus_per_worker: CPUs per worker; None for one CPU.

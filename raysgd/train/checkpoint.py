@@ -1,7 +1,7 @@
-"""Checkpoints of functions, in the driver: how they are received, and how `Trainer` keeps the best as files.
+"""Receives training functions' checkpoints in the driver, and stores the best of them as files for `Trainer`.
 
-A thread receives one checkpoint at a time. ADR 94 explains why the worker copies it first and the driver fetches it
-later.
+Checkpoints are received one at a time, in a thread. ADR 94 explains why the worker first copies a checkpoint and the
+driver fetches the copy later.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CheckpointTaker(ABC):
         """
 
     def begin_attempt(self) -> None:  # noqa: B027 - subclasses need not override it
-        """Prepare for an attempt. Called each time before the function starts on all workers."""
+        """Prepare for another attempt. Called each time before the function starts on all workers."""
 
     @property
     def restart_point(self) -> Any:
@@ -94,7 +94,7 @@ class CheckpointTaker(ABC):
         return self._restart_point
 
     def take_landing(self) -> bool:
-        """Return True if a checkpoint was completed since this method was last called.
+        """Return True if a checkpoint has been completely received since the last call to this method.
 
         Wait for a checkpoint in transit, so that the answer does not depend on the driver's speed. If receiving the
         checkpoint failed, `flush` raises the error.
@@ -157,7 +157,7 @@ class CheckpointTaker(ABC):
         keep(checkpoint)
 
     def _note_landing(self, restart_point: Any) -> None:
-        """Record that a checkpoint is complete, so that a restart continues from it."""
+        """Record that a checkpoint was completely received, so that a restart continues from this checkpoint."""
         self._restart_point = restart_point
         self._num_landed += 1
 
@@ -184,7 +184,8 @@ class CheckpointStrategy:
     def __post_init__(self) -> None:
         if self.checkpoint_score_attribute is None:
             raise ValueError("`checkpoint_score_attribute=None`: need the name of a value in the checkpoints.")
-        CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)  # validates
+        # validates the values
+        CheckpointConfig(self.num_to_keep, self.checkpoint_score_attribute, self.checkpoint_score_order)
 
 
 def checked_strategy(strategy: CheckpointStrategy | CheckpointConfig | None) -> CheckpointStrategy | None:
@@ -326,7 +327,7 @@ class CheckpointManager(CheckpointTaker):
 
     @property
     def latest_checkpoint_path(self) -> Path | str | None:
-        """The newest checkpoint file of the latest run that still exists; None if the run has no file."""
+        """The newest of the latest run's checkpoint files that still exist; None if no file exists."""
         self.flush()
         newest = self._saved[-1].number if self._saved else None
         if self._folder is not None and newest is not None and self._folder.has(checkpoint_name(newest)):

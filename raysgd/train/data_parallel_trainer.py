@@ -43,7 +43,7 @@ class DataParallelTrainer(BaseTrainer):
         train_loop_per_worker: Training function that every worker runs. It takes either no argument or
             `train_loop_config`. Its return value on rank 0 becomes `Result.return_value`, if it is plain data.
         train_loop_config: Argument for the function.
-        backend_config: How to connect the workers. Default: the workers are not connected.
+        backend_config: How to connect the workers. Default: the workers run without a connection to each other.
         scaling_config: Number and resources of the workers. With `num_workers=(least, most)`, the run starts with as
             many workers as the resources allow, continues with the remaining workers after a failure, and grows again
             after a checkpoint.
@@ -123,7 +123,7 @@ class DataParallelTrainer(BaseTrainer):
         self._data_config = merged_config(dataset_config, self.datasets, self._dataset_config)
 
     def get_dataset_config(self) -> Any:
-        """Return which worker gets which data: your `DataConfig`, or a copy of the dict of `DatasetConfig` in use."""
+        """Return the config that decides which worker gets which data: a `DataConfig`, or a dict of `DatasetConfig`."""
         return copy(self._data_config)
 
     def preprocess_datasets(self) -> None:
@@ -192,7 +192,7 @@ class DataParallelTrainer(BaseTrainer):
 
 
 class FurtherOptions(TypedDict, total=False):
-    """The arguments that the trainers below pass on to `DataParallelTrainer`."""
+    """Types of the keyword arguments that `TorchTrainer` and the other trainers below pass to `DataParallelTrainer`."""
 
     scaling_config: ScalingConfig | None
     dataset_config: Any

@@ -1,4 +1,4 @@
-"""Errors of training functions, under the path that the old library used."""
+"""The exception classes for training functions, importable under the old library's module name."""
 
 from __future__ import annotations
 

@@ -79,10 +79,10 @@ WORDS = FrontEndWords(
 
 @dataclass(frozen=True)
 class ExecutorRules:
-    """Rules in which a front end differs from `Trainer`.
+    """Settings in which a front end other than `Trainer`, such as `fit`, differs from `Trainer`.
 
     Attributes:
-        failures: Decides what follows a failure.
+        failures: Policy that decides after a failure whether to retry or to raise the error.
         checkpoints: Receives the checkpoints; None for the executor's `CheckpointManager`.
         on_failure: Called before the function restarts after a failure.
         words: Advice for users, which the engine adds to its messages.
@@ -150,13 +150,13 @@ class BackendExecutor:
         num_cpus_per_worker: CPUs per worker.
         num_gpus_per_worker: GPUs per worker.
         additional_resources_per_worker: Other resources per worker.
-        max_retries: Number of the worker failure that is raised: 3 allows two restarts and raises the third failure. -1
-            allows any number. Each `start`, training function and `run` resets the count. Workers that die while
-            starting also count.
+        max_retries: The worker failure, counted from 1, that is raised: 3 allows two restarts and raises the third
+            failure. -1 allows any number of failures. Each `start`, training function and `run` resets the count.
+            Workers that die while starting also count.
         resize_interval_s: How often a run with fewer workers than the maximum looks for free resources.
         heartbeat_s: A worker process that does not respond for this many seconds counts as lost.
         placement: Further requirements of the workers, and how Ray places them.
-        rules: Rules in which a front end differs from `Trainer`.
+        rules: Settings in which another front end differs from `Trainer`.
 
     Raises:
         ValueError: A number is out of range, or functions cannot continue in place with these arguments.
@@ -300,13 +300,13 @@ class BackendExecutor:
         """Stop the workers and free their resources. Other actors and reservations are not affected.
 
         Args:
-            patience_s: If above 0, workers may first close their resources. A checkpoint in transit is received in any
-                case.
+            patience_s: If above 0, workers shut down cleanly; otherwise, they are killed. In both cases, a checkpoint
+                in transit is still received.
         """
         controller, self._controller = self._controller, None
         run, self._run = self._run, None
         if run is not None:
-            run.is_over = True  # invalidates iterators over its reports
+            run.is_over = True  # invalidates iterators over the run's reports
         if controller is not None:
             self._finalizer.detach()
             controller.stop(force=patience_s <= 0)
@@ -375,7 +375,7 @@ class BackendExecutor:
             data: Shards the function's data whenever workers start.
             make_session: See `FunctionSpec`.
             on_wait: Called about ten times a second while waiting for a step of the function.
-            leaving: Reports whether a signal is ending the program; see `listening`.
+            leaving: Reports whether a signal has asked the program to end; see `listening`.
         """
         self.check_free()
         spec = FunctionSpec(
@@ -447,7 +447,7 @@ class BackendExecutor:
         return self._running().next_reports()
 
     def get_next_results(self) -> list[TrainingResult] | None:
-        """Return the next step of all workers, even if it only saves, or None if all functions have finished."""
+        """Return all workers' next step, even if it only saves a checkpoint, or None if all functions have finished."""
         run = self._running()
         step = run.next_step()
         if step.kind is None:
@@ -548,7 +548,7 @@ class BackendExecutor:
 
     @property
     def history(self) -> GroupHistory:
-        """The workers' events."""
+        """The history with the workers' events, such as failures and resizes."""
         return self._active().history
 
     @property
@@ -597,7 +597,7 @@ def check_elastic(config: BackendConfig, num_workers: tuple[int, int], num_gpus:
         config: Configures how the workers are connected.
         num_workers: Minimum and maximum number of workers.
         num_gpus: GPUs per worker.
-        max_retries: Number of the failure that is raised. A negative number allows any number of failures.
+        max_retries: The failure, counted from 1, that is raised. A negative value allows any number of failures.
 
     Raises:
         ValueError: Functions cannot continue in place with these arguments.
@@ -636,7 +636,7 @@ def preemption_of(nodes: Sequence[str], deadlines: Mapping[str, int]) -> Preempt
 
 
 def restarts_allowed(max_retries: int) -> float:
-    """Return the number of restarts that `max_retries` allows. As in the old library, its last failure is raised.
+    """Return the number of restarts that `max_retries` allows: one less, because the last failure is raised.
 
     >>> [restarts_allowed(number) for number in (0, 1, 3, -1)]
     [0, 0, 2, inf]

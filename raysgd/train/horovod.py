@@ -1,4 +1,4 @@
-"""Horovod in training functions, on the trainer's own workers, without `mpirun` and ssh.
+"""Runs Horovod in training functions, on the trainer's own workers, without `mpirun` or ssh.
 
 Horovod is initialized before the function starts, so calling `hvd.init()` in the function is harmless. After a failure,
 all workers are new processes that initialize Horovod again.
@@ -30,7 +30,7 @@ lazy_names(__name__, {"HorovodTrainer": "raysgd.train.data_parallel_trainer"})
 
 @dataclass
 class HorovodConfig(BackendConfig):
-    """Connects the workers, even a single worker, with Horovod and Gloo.
+    """Connects the workers with Horovod and Gloo. With a single worker, Horovod is initialized too.
 
     Options for ssh and Horovod's own launcher exist only for programs that set or read them. raysgd does not use ssh,
     because Ray starts the workers.

@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` in a function that `fit` runs: strategies for the run's workers, reports after each epoch."""
+"""Connects Lightning's `Trainer` to a run of `fit`: strategies for the run's workers, and reports after each epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def _imported(module: str) -> Any:
-    """Return a module of the Lightning package that is in use. `lightning` and `pytorch_lightning` do not mix."""
+    """Return a module of the Lightning package in use, because `lightning` and `pytorch_lightning` cannot be mixed."""
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         return importlib.import_module(f"pytorch_lightning.{module}")
     require("lightning", extra="lightning", purpose="`raysgd.train.lightning`")
@@ -52,11 +52,11 @@ class _PlaceOfWorker:
 
 
 class RayDDPStrategy(_PlaceOfWorker, _DDPStrategy):
-    """`DDPStrategy` over the run's workers, with the same arguments."""
+    """Lightning's `DDPStrategy`, with the same arguments, but on the workers that `fit` has started."""
 
 
 class RayFSDPStrategy(_PlaceOfWorker, _FSDPStrategy):
-    """`FSDPStrategy` over the run's workers, with the same arguments."""
+    """Lightning's `FSDPStrategy`, with the same arguments, but on the workers that `fit` has started."""
 
 
 class RayLightningEnvironment(_Environment):

@@ -1,4 +1,4 @@
-"""`Predictor`: a trained model and the preprocessor for its inputs. Accepts batches in any format."""
+"""`Predictor`: predicts with a trained model and its preprocessor. Batches may be NumPy, pandas or PyArrow data."""
 
 from __future__ import annotations
 

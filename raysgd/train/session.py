@@ -55,7 +55,7 @@ def load_checkpoint() -> dict[str, Any] | None:
 
 
 def get_preemption_info() -> PreemptionInfo | None:
-    """Return the workers' nodes that Ray reports as about to be taken away; None if all nodes stay.
+    """Return the workers' nodes that Ray will soon take away; None if all nodes stay.
 
     All workers must call this, and all get the same answer. If any nodes are about to be taken away, report a
     checkpoint: the driver then moves the workers to other nodes, and the function continues there.

@@ -1,4 +1,4 @@
-"""TensorFlow in training functions: `TF_CONFIG` for its strategies, shards of Ray Data, and a predictor.
+"""Supports TensorFlow in training functions: sets `TF_CONFIG` for its strategies, shards Ray Data, and predicts.
 
 After a failure, all workers are new processes with a new `TF_CONFIG`, because `MultiWorkerMirroredStrategy` requires
 it.

@@ -1,4 +1,4 @@
-"""The functions of `raysgd.train.session`, under the path that Ray 2.0 used for the functions that take keywords."""
+"""The functions of `raysgd.train.session`, importable under the name of the Ray 2.0 module that had such functions."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class Trainer:
             resources.
         logdir: Parent of the run folders: a URI such as `s3://bucket/results`, or a path. A relative path is relative
             to `~/ray_results`. Default: a new folder in `~/ray_results`.
-        max_retries: Number of the failure that ends a run: 3 raises the third failure, so it allows two restarts. -1
-            allows any number.
+        max_retries: The failure, counted from 1, that ends a run: 3 raises the third failure, so it allows two
+            restarts. -1 allows any number of failures.
         resize_interval_s: How often a run with fewer workers than the maximum looks for free resources. The run grows
             after a checkpoint.
         heartbeat_s: A worker process that does not respond for this many seconds, because it is stopped or frozen,
@@ -82,7 +82,7 @@ class Trainer:
         runtime_env: Ray runtime environment for the worker processes, but not for this process. Default: the job's
             runtime environment.
         elastic: True to let the remaining workers continue in the middle of the function after a failure, instead of
-            restarting the function from its checkpoint. For PyTorch functions with gloo that prepare their models,
+            restarting the function from its checkpoint. Works for PyTorch functions on gloo that prepare their models,
             optimizers and loaders, the loaders with `exact=True`. Requires a pair as `num_workers`.
         spare_workers: Number of extra workers that are ready to replace lost workers in the middle of the function.
             They occupy resources. Requires `elastic=True`, and a function that counts its epochs by `loader.epoch`.
@@ -290,7 +290,7 @@ class Trainer:
         return TrainWorkerGroup(self._executor)
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
-        """Return a trainable for `ray.tune`. Each trial creates such a trainer and runs the function with its config.
+        """Return a trainable for `ray.tune`. Each trial creates its own trainer, and runs the function with its config.
 
         A trial passes each report of rank 0 to Tune. With each report, and at the end, Tune gets the newest checkpoint
         if it does not have it yet; of several checkpoints between two reports, it gets only the last. A trial uses the
@@ -451,7 +451,7 @@ class TrainWorkerGroup:
         self._executor.replace_workers()
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Stop the workers. With `patience_s` above 0, they may close their resources first."""
+        """Stop the workers. With `patience_s` above 0, they shut down cleanly; otherwise, they are killed."""
         self._executor.shutdown(patience_s)
 
 
@@ -477,7 +477,7 @@ class TrainerCallbacks:
 
     @property
     def are_told_of_checkpoints(self) -> bool:
-        """True if any callback receives checkpoints. Otherwise, `run` need not wait until the newest is written."""
+        """True if any callback receives checkpoints. If not, `run` need not wait for the newest to be written."""
         return bool(self._own)
 
     @contextmanager

@@ -29,7 +29,7 @@ def in_thread(function: Callable[[], None], name: str) -> Future[None]:
         try:
             function()
             future.set_result(None)
-        except BaseException as error:  # passed on to the code that waits for the future
+        except BaseException as error:  # the future raises this error in the code that waits for it
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Workers as seen by developers and plug-ins: run functions on all workers or one worker, use objects through handles.
+"""The interface to workers for developers and plug-ins: run functions on workers, and call objects through handles.
 
 A thin layer over the engine's groups. Nothing is retried here.
 """
@@ -110,7 +110,7 @@ class RemoteMethod:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker: its handle, and the node that it runs on."""
+    """A worker, described by its handle and the node that it runs on."""
 
     actor: WorkerHandle
     metadata: WorkerMetadata
@@ -236,14 +236,14 @@ class WorkerGroup:
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def follow(self, workers: Sequence[Worker | None]) -> None:
-        """Replace the group's workers with these workers, in rank order. None stands for a worker that died."""
+        """Set the group's workers, in rank order, after the engine changed them. None stands for a dead worker."""
         self.workers = [
             replace(each, actor=replace(each.actor, rank=rank)) for rank, each in enumerate(workers) if each is not None
         ]
         self.num_workers = len(workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Stop the workers. With `patience_s` above 0, they may close their resources first.
+        """Stop the workers. With `patience_s` above 0, they shut down cleanly; otherwise, they are killed.
 
         Raises:
             TrainBackendError: The workers belong to an executor or a trainer, whose `shutdown` stops them.
@@ -300,7 +300,7 @@ class WorkerGroup:
 
 
 def describe(group: EngineGroup, ranks: Sequence[int] | None = None) -> list[Worker]:
-    """Return the group's workers, or its workers with these ranks, with their nodes. Raises the errors of `gather`."""
+    """Return the group's workers with their nodes, or only these ranks. Raises the same errors as `gather`."""
     asked = range(len(group)) if ranks is None else ranks
     processes = gather([group.submit(rank, "execute", describe_process) for rank in asked])
     infos = [group.infos[rank] for rank in asked]
@@ -334,7 +334,7 @@ def gather(references: Sequence[Any]) -> list[Any]:
 
 
 def make_objects(make_object: Callable[[], Any], workers: Sequence[Worker]) -> None:
-    """Create an object of the user's class in each of these workers. Raises the errors of `gather`."""
+    """Create an object of the user's class in each of these workers. Raises the same errors as `gather`."""
     gather(
         [each.actor.group.submit(each.actor.rank, "host", FunctionReplica.make_object, make_object) for each in workers]
     )

@@ -19,7 +19,7 @@ class Arrays:
 
     Args:
         data: An array or tensor, a tuple or dict of arrays or tensors, or a pandas data frame. Each row is a sample.
-        batch_size: Number of rows in a batch of one worker; with `split_batches=True`, of all workers together.
+        batch_size: Number of rows in one worker's batch, or with `split_batches=True`, in the global batch.
             Default: `BATCH_SIZE` or "batch_size" in the config.
         feature_columns: Columns of a dict or data frame to pass to the model.
         label_column: The column that the model predicts. A batch is then a tuple of features and label.
@@ -63,7 +63,7 @@ class Arrays:
 
     @property
     def form(self) -> BatchForm:
-        """The settings that say how columns become batches, without the data."""
+        """The settings that determine how columns become batches, without the data."""
         return BatchForm(self.batch_size, self.feature_columns, self.label_column, self.transform, 1)
 
 

@@ -41,10 +41,10 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class CallData:
-    """The data of one call. In a worker, the worker's shard.
+    """The data passed to one call, such as `train`. In a worker, this worker's shard of that data.
 
     Attributes:
-        kind: Says how the data is sharded, and what `data` is.
+        kind: How the data is sharded, and what `data` contains.
 
             * "ray": Ray Data shards it. `data` is a `RayBatches`; in a worker, a `RayShare`.
             * "shards": The data shards itself. `data` has `set_num_shards(n)` and `get_shard(i)`; in a worker, it is a
@@ -55,8 +55,8 @@ class CallData:
             * "rows": `data` is a function that creates a loader or a dataset of rows.
             * "batches": `data` is a loader, a dataset of batches or a stream.
             * "creator": `data` is the user's creator function, with its arguments.
-        data: The data, of the type that `kind` says.
-        place: Position where the last call with the same data stopped. None to start from the beginning.
+        data: The data. Its type depends on `kind`.
+        place: Position at which the last call with the same data stopped. None to start from the beginning.
     """
 
     kind: Kind
@@ -70,7 +70,7 @@ class CallData:
 
     @property
     def keeps_position(self) -> bool:
-        """True if workers can reuse their shards in the next call. Other data may differ in each call."""
+        """True if workers can reuse their shards in the next call. False if the data may differ in each call."""
         return self.kind in ("ray", "creator") or getattr(self.data, "keeps_position", False)
 
     def shares(self, num_workers: int) -> list[CallData]:
@@ -135,7 +135,7 @@ def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
 
     Args:
         what: Description of the data, for the error.
-        own: Batch size that the data specifies. None if it specifies none.
+        own: Batch size that the data specifies. None if the data specifies no batch size.
         config: The worker config.
 
     Raises:
@@ -152,7 +152,7 @@ def size_of(what: str, own: int | None, config: Mapping[str, Any]) -> int:
 
 
 class RepeatedBatches:
-    """Iterates over batches, calling a function that recreates them for each pass.
+    """Iterates over batches repeatedly, calling a function at the start of each pass to recreate the batches.
 
     Args:
         open_pass: Called at the start of each pass. Returns an iterator over its batches.
@@ -166,7 +166,7 @@ class RepeatedBatches:
 
 
 def every_nth(batches: Any, rank: int, size: int) -> RepeatedBatches:
-    """Shard data by batch, if it cannot be sharded by sample. Return the batches of this rank.
+    """Return this rank's batches: every `size`-th batch. For data that cannot be sharded by sample.
 
     Args:
         batches: An iterable that yields the same batches on all workers.

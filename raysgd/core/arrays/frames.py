@@ -1,4 +1,4 @@
-"""Selection of columns of sharded data frames: the shared code of `TorchMLDataset` and `TFMLDataset`."""
+"""Column selection for sharded data frames: the code that `TorchMLDataset` and `TFMLDataset` share."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _one_each(name: str, given: Any, number: int) -> list[Any]:
-    """Return one entry per column. For a single column, a tuple of integers is its shape."""
+    """Return a list with one entry per column. For a single column, a tuple of integers is one entry, its shape."""
     if given is None:
         return [None] * number
     is_shape = isinstance(given, tuple) and number == 1 and all(isinstance(size, int) for size in given)

@@ -1,4 +1,4 @@
-"""Training data from Ray Data datasets: Ray distributes batches, in row order, over the workers one by one.
+"""Training data from Ray Data datasets: Ray sends batches to the workers one by one, in row order.
 
 Every row is in one batch of one worker. With `preserve_order`, the batches of a step contain the same rows as a step of
 a single process with a larger batch.
@@ -23,7 +23,7 @@ Columns = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How rows become batches. See `RayBatches`."""
+    """The settings of a `RayBatches` that say how rows become batches. `RayBatches` explains them."""
 
     batch_size: int | None
     feature_columns: Columns
@@ -55,9 +55,9 @@ class RayBatches:
 
     Args:
         dataset: The Ray Data dataset.
-        batch_size: Number of rows in a batch of one worker. Default: `BATCH_SIZE` or "batch_size" in the config.
-        feature_columns: Columns to pass to the model. Requires `label_column`. Without both, a batch is a dict of all
-            columns.
+        batch_size: Number of rows in one worker's batch. Default: `BATCH_SIZE` or "batch_size" in the config.
+        feature_columns: Columns to pass to the model. Requires `label_column`. If neither is set, a batch is a dict of
+            all columns.
         label_column: The column that the model predicts. A batch is then a tuple of features and label.
         transform: Called with each batch in the worker. Returns the batch that `train_batch` gets.
         preserve_order: True to preserve the dataset's row order. With False, Ray Data may be faster.

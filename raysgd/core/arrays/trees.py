@@ -1,6 +1,6 @@
-"""Functions on arrays in nested tuples and dicts, as `predict` accepts and returns them. All are pure.
+"""Pure functions on nested tuples and dicts of arrays, the structures that `predict` accepts and returns.
 
-A list is a leaf with one entry per row.
+A list is treated as a leaf that has one entry per row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adds up the times that replicas report, to show what each rank's time since the trainer's start was spent on.
+"""Adds up the times that replicas report, to show how each rank has spent the time since the trainer's start.
 
 Ranks outlive processes: if a process is lost, another process takes over its rank. The time that the lost process
 reported stays in the rank's account. The time without a process counts as recovery if a training call waited for the
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Account:
-    """What one rank's time was spent on.
+    """How one rank has spent its time.
 
     Attributes:
         since: When the rank first existed, on the driver's clock.
@@ -76,7 +76,7 @@ class Accounts:
 
     Args:
         clock: Returns the time in seconds. Only differences are used.
-        used: Options that the user has already set, so that warnings do not recommend them.
+        used: Names of options that the user has already set, so that `warn` does not recommend them.
 
     Examples:
         >>> clock = iter([0.0, 5.0]).__next__
@@ -107,7 +107,7 @@ class Accounts:
 
     @contextmanager
     def waiting_for_validation(self) -> Iterator[None]:
-        """Count the time of the block as a wait for a validation that runs on another worker."""
+        """Count the block's time as time that the ranks waited for a validation on another worker."""
         began = self._clock()
         try:
             yield
@@ -115,7 +115,7 @@ class Accounts:
             self._waited_s += self._clock() - began
 
     def kept(self) -> Any:
-        """Return the contents of the accounts, for `take_over` in another process."""
+        """Return the contents of all accounts, to pass to `take_over` in another process."""
         with self._lock:
             return time.time(), self._clock(), dict(self._accounts), dict(self._known), self._waited_s
 
@@ -127,7 +127,7 @@ class Accounts:
             account.since += later_s
 
     def in_calls(self) -> dict[int, float]:
-        """Return the seconds in training calls that each rank has reported."""
+        """Return, for each rank, the seconds in training calls that it has reported."""
         with self._lock:
             return {rank: seconds_in_calls(account.seconds) for rank, account in self._accounts.items()}
 
@@ -136,13 +136,13 @@ class Accounts:
         self._is_over = True
 
     def note_times(self, told: Mapping[int, Heartbeat]) -> None:
-        """Record the times in the ranks' heartbeats, if the ranks measure them."""
+        """Record the times that the ranks' heartbeats contain. Ignore heartbeats without times."""
         with self._lock:
             now = self._clock()
             for rank, heartbeat in told.items():
                 if heartbeat.time is not None:
                     self._note(rank, heartbeat.time, now)
-            for heartbeat in told.values():  # only now, because two ranks may have swapped their processes
+            for heartbeat in told.values():  # a second loop, because two ranks may have swapped their processes
                 spent = heartbeat.time
                 before = None if spent is None else self._known.get(spent.of)
                 if spent is not None and (before is None or spent.total_s > before.total_s):
@@ -160,14 +160,15 @@ class Accounts:
         for name in BINS:
             account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
         account.newest = spent
-        late_s = account.told_until - now  # positive if a process's first report was late: time was counted twice
+        # positive if a process's first report was late, so that some time was counted twice
+        late_s = account.told_until - now
         for name in (account.waited_in, DRIVER) if late_s > 0 else ():
             taken = min(late_s, account.seconds[name])
             account.seconds[name] -= taken
             late_s -= taken
 
     def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
-        """When a new process takes over a rank, count the time in between and the steps that the failure undid."""
+        """When a new process takes over a rank, add the time without a process, and move the time of undone steps."""
         last = account.newest
         if last is not None and not spent.is_successor and before is None:  # the process continues from a snapshot
             account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
@@ -180,12 +181,13 @@ class Accounts:
         account.seconds[DRIVER] += until - since - waited_s
 
     def ledger(self, num_ranks: int | None = None) -> TimeLedger:
-        """Return what the time was spent on. With `num_ranks`, mention the ranks below it that have not reported yet.
+        """Return what each rank's time was spent on. With `num_ranks`, warn about lower ranks without a report.
 
-        Ranks that no longer exist still count.
+        The ledger still includes ranks that no longer exist.
         """
         ranks = {rank: dict(account.seconds) for rank, account in sorted(self._accounts.items())}
-        for seconds in ranks.values():  # ranks report the wait for a validation as time between calls
+        # ranks report the time in which the driver waited for a validation as time between calls
+        for seconds in ranks.values():
             waited_s = min(self._waited_s, seconds[DRIVER])
             seconds[DRIVER] -= waited_s
             seconds[VALIDATION_WAIT] += waited_s

@@ -1,4 +1,4 @@
-"""Exports the values of `trainer.status()` as Ray metrics. Without Ray, nothing is exported."""
+"""Exports the values of `trainer.status()` as Ray metrics. Exports nothing if Ray is not running."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Gauges:
         """Export the metrics, unless they were exported less than a second ago and there are no new events.
 
         Args:
-            num_events: Number of events so far in the history of the trainer's worker groups.
+            num_events: Number of worker events, such as failures and resizes, in the trainer's history so far.
             read: Returns the trainer's current status.
         """
         now = time.monotonic()

@@ -31,7 +31,7 @@ MOST_EPOCHS = 10_000
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call of `train`, `validate` or `test`.
+    """One call to `train`, `validate` or `test`.
 
     Attributes:
         kind: "train", "validation" or "test".
@@ -56,7 +56,7 @@ class CallRecord:
 
 
 class HistoryLimits(NamedTuple):
-    """Counts of the rows, records and events in a history."""
+    """How many rows, records and events a history had at some point."""
 
     rows: int = 0
     records: int = 0
@@ -76,7 +76,7 @@ class History(Sequence[dict[str, Any]]):
         events: The list in which failures and resizes are recorded. Default: a new list.
 
     Attributes:
-        records: All calls of `train`, `validate` and `test`, in order.
+        records: All calls to `train`, `validate` and `test`, in order.
         events: Worker failures and group resizes.
         stop_reason: Why a callback stopped the run; None if no callback did.
         journal: The run's folder, which contains the journal of its steps; None if the run has no journal.
@@ -127,7 +127,8 @@ class History(Sequence[dict[str, Any]]):
 
         Args:
             record: The call.
-            row: The row that a `validate` call completes. Default: the last row, if `fit` made both calls or neither.
+            row: The row that a `validate` call completes. Default: the last row, if `fit` made both this call and the
+                row's `train` call, or neither.
         """
         row = self.row_for(record.of_fit) if row is None else row
         self.records.append(record)
@@ -139,7 +140,7 @@ class History(Sequence[dict[str, Any]]):
             row.update(validation, val_seconds=record.seconds)
 
     def row_for(self, of_fit: bool) -> dict[str, Any]:
-        """Return the row for the metrics of a validation: the last row, if `fit` made both calls or neither.
+        """Return the row for a validation's metrics: the last row, if `fit` made both the row and the call, or neither.
 
         If there is no such row, return a new dict that is not part of the history.
         """
@@ -159,12 +160,12 @@ class History(Sequence[dict[str, Any]]):
 
     @property
     def extent(self) -> HistoryLimits:
-        """Counts of rows, records and events, including those that `forget_old` deleted."""
+        """How many rows, records and events were added so far, including those that `forget_old` has deleted."""
         rows, records, events = self._forgotten
         return HistoryLimits(rows + len(self._rows), records + len(self.records), events + len(self.events))
 
     def part(self, begin: HistoryLimits, end: HistoryLimits) -> History:
-        """Return the history between two extents, without a `stop_reason`. Its entries must not have been deleted."""
+        """Return the history between two values of `extent`, without a `stop_reason`. The entries must still exist."""
         rows, records, events = self._forgotten
         part = History(self.events[begin.events - events : end.events - events])
         part._rows = self._rows[begin.rows - rows : end.rows - rows]
@@ -341,16 +342,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class CallRecorder:
-    """Records the calls of a trainer in its history.
+    """Records a trainer's calls in its history.
 
     Args:
         events: The list of worker events, to which other objects append.
 
     Attributes:
         history: The calls so far.
-        trained: The epoch, from 1, in which the last call of `train` started.
+        trained: The epoch, from 1, in which the last call to `train` started.
         told_s: Returns the seconds that the ranks have spent in training calls since an earlier process of this trainer
-            died. None if no process died, and after the first training call since then.
+            died. None if no process has died, or if a training call has been recorded since.
     """
 
     def __init__(self, events: list[GroupEvent]) -> None:
@@ -381,7 +382,7 @@ class CallRecorder:
             self._add(CallRecord(kind, epoch, metrics, began_at, seconds, num_workers, of_fit, step), None)
 
     def begin_beside(self, of_fit: bool) -> RecordBeside:
-        """Return a function that adds a validation on a spare to the current row, even if later calls finish first."""
+        """Return a function that adds a spare's validation to the current row, even if later calls finish first."""
         epoch, row = self._epoch, self.history.row_for(of_fit)
 
         def add(result: Any, began_at: float, seconds: float) -> CallRecord:
@@ -409,7 +410,7 @@ class CallRecorder:
 
 
 def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Return a decorator for a trainer's method that records each successful call in the trainer's `_recorder`.
+    """Return a decorator for a trainer's methods. It records each successful call in the trainer's `_recorder`.
 
     `fit` passes `of_fit=True`. For a validation inside an epoch, it also passes `inside`, the epoch and step.
     """

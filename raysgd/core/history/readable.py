@@ -75,13 +75,13 @@ def counted(how_many: int, thing: str, things: str | None = None) -> str:
 
 
 def failures(events: Iterable[Any]) -> list[str]:
-    """Return the number of worker failures among these events as a phrase, in a list. Empty if there are none."""
+    """Return a phrase that counts the worker failures among these events, in a list. Empty without failures."""
     number = sum(event.is_failure for event in events)
     return [f"{counted(number, 'failure', 'failures')} of workers"] if number else []
 
 
 def samples_per_s(row: Mapping[str, Any]) -> float | None:
-    """Return the throughput from the entries `num_samples` and `seconds` of a history row. None if one is missing."""
+    """Return the throughput from a history row's entries `num_samples` and `seconds`. None if either is missing."""
     num_samples, took = row.get(_SAMPLES), row.get(_SECONDS)
     if not is_real(num_samples) or not is_real(took) or not took:
         return None
@@ -119,7 +119,7 @@ def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def most_telling(names: Iterable[str], most: int) -> list[str]:
     """Return the `most` most informative metrics in their original order.
 
-    Metrics of validation are preferred to metrics of training, and losses to other metrics.
+    Validation metrics are preferred to training metrics, and losses to other metrics.
 
     Examples:
         >>> most_telling(["train_loss", "grad_norm", "lr", "val_loss", "val_accuracy"], 4)
@@ -174,6 +174,6 @@ def table_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], most: int)
 
 
 def event_lines(events: Iterable[GroupEvent]) -> list[str]:
-    """Return the failures, resizes and similar events as lines, each with the time of day when it ended."""
+    """Format failures, resizes and similar events as lines, each with the time of day when the event ended."""
     shown = [event for event in events if event.kind not in _NEVER_SHOWN]
     return [f"{time.strftime('%H:%M:%S', time.localtime(event.at))} {event}" for event in shown]

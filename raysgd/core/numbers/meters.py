@@ -108,7 +108,7 @@ class ObjectMeter:
         return value, weight
 
     def add(self, value: Any, weight: int | float) -> None:
-        """Store a metric object. The object accumulates batches itself."""
+        """Store the metric object that a batch reported. The object itself accumulates its batches."""
         self._live = value
 
     def add_captured(self, state: CapturedMetric) -> None:
@@ -161,13 +161,14 @@ class NumberMeter:
         self._name, self.weight_name = name, weight_of(name)
         self._to_floats = to_floats
         self.last: Any = _UNREAD
-        self._weights: list[int | float | None] = []  # None: the weight is a tensor, after its value in `pending`
+        # None if the weight is a tensor, which follows its value in `pending`
+        self._weights: list[int | float | None] = []
         self.pending: list[Any] = []
         self.total = 0.0
         self.count: int | float = 0
 
     def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the arguments for `add`: a value and its weight as numbers, or copies of tensors on a device.
+        """Return the arguments for `add`: a value and its weight, as numbers or as copies of tensors on a device.
 
         Raises:
             TypeError: The value has a type that cannot be averaged.
@@ -493,7 +494,7 @@ class AverageMeterCollection:
         return MetricSummary(values, totals, objects)
 
     def tally(self) -> tuple[tuple[Any, ...], list[float]]:
-        """Return the sums as if the held metrics were counted, but without metric objects.
+        """Return the sums, including the held metrics but without metric objects.
 
         Returns:
             The names of the metrics, and a list of floats: the number of samples, then the sum, weight and last value
@@ -525,7 +526,7 @@ class AverageMeterCollection:
         return MetricSummary(values, totals)
 
     def go_on_from(self, summary: MetricSummary) -> None:
-        """Add everything in the `summary` of another collection, for example of a process that has ended."""
+        """Add the metrics and counts in another collection's `summary`, for example from a process that has ended."""
         self.num_batches = max(self.num_batches, summary.get(BATCH_COUNT, 0))
         self.n += summary.get(NUM_SAMPLES, 0)
         for name, (total, count) in summary.totals.items():
@@ -557,7 +558,7 @@ class AverageMeterCollection:
 
     @property
     def names(self) -> Collection[Any]:
-        """Names of all metrics so far."""
+        """Names of all metrics that have been added so far."""
         return self._meters.keys()
 
     @property

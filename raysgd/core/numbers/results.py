@@ -22,7 +22,7 @@ _LAST = "last_"
 
 
 class Metrics(dict[str, Any]):
-    """The result of a call of `train` or `validate`: a dict with typed properties for the library's counters.
+    """The result of `train` or `validate`: a dict with typed properties for the library's counters.
 
     >>> result = Metrics(num_samples=64, epoch=1, batch_count=2, train_loss=0.5)
     >>> result.epoch, result["train_loss"]
@@ -31,7 +31,7 @@ class Metrics(dict[str, Any]):
 
     @property
     def num_samples(self) -> float:
-        """Number of samples of all workers. NaN if an operator does not count samples."""
+        """Total number of samples across all workers. NaN if an operator does not count samples."""
         return self._counted(NUM_SAMPLES)
 
     @property
@@ -62,7 +62,7 @@ class Metrics(dict[str, Any]):
 
 
 def merge(workers: Sequence[MetricSummary]) -> Metrics:
-    """Merge the workers' metrics. `num_samples` comes first, then the other metrics in order of first appearance."""
+    """Merge the workers' metrics into one result: `num_samples`, then the other metrics in order of appearance."""
     if len(workers) == 1 and workers[0].get(NUM_SAMPLES):
         return _of_one(workers[0])
     counts = any(NUM_SAMPLES in worker for worker in workers)
@@ -74,7 +74,7 @@ def merge(workers: Sequence[MetricSummary]) -> Metrics:
 
 
 def _of_one(worker: MetricSummary) -> Metrics:
-    """Return the result of a single worker with samples, whose means already are the overall means."""
+    """Return the result if there is only one worker. Its means are the overall means."""
     merged = Metrics({NUM_SAMPLES: math.nan, **worker})
     objects = worker.objects
     for name, value in merged.items():
@@ -89,7 +89,7 @@ def _of_one(worker: MetricSummary) -> Metrics:
 def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Collection[Any]) -> MetricSummary:
     """Return a worker's metrics merged with the averages that lost workers had accumulated.
 
-    Values that the user computed or removed stay unchanged, and so does a result without any averages of the library.
+    Values that the user computed or removed stay unchanged. So does a result without any of the library's averages.
     Metric objects cover only this worker's batches.
 
     Args:
@@ -110,7 +110,7 @@ def with_lost(worker: MetricSummary, lost: Sequence[MetricSummary], known: Colle
 
 
 def _averaged(*totals: tuple[float, float]) -> tuple[float, tuple[float, float]]:
-    """Return the mean of several totals, together with their sum and count."""
+    """Return the mean of several (sum, count) pairs, together with their total sum and count."""
     total, count = sum(total for total, weight in totals if weight), math.fsum(weight for _, weight in totals)
     return total / count if count else math.nan, (total, count)
 
@@ -183,7 +183,7 @@ class CallProgress:
         epoch_idx: Index of the pass over the training data, from 0.
         num_epochs: Total number of epochs. None if unknown.
         loss: `train_loss` of the last batch, or `val_loss` in validation. None if the batch reported no loss.
-        kind: Which type of call it is: "train", "validation", "test" or "predict".
+        kind: The type of call: "train", "validation", "test" or "predict".
         metrics: All numeric metrics of the last batch, by name.
         is_done: True if the call has returned.
     """

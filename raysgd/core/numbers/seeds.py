@@ -1,4 +1,4 @@
-"""Random seeds derived from names and numbers. The seeds are the same on every machine."""
+"""Derives random seeds from names and numbers. The same names and numbers give the same seeds on every machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timers for the phases of training, cheap enough to leave in production code.
+"""Timers for the phases of training. They are cheap enough to leave in production code.
 
 A `TimerStat` stores the latest durations of one phase. A `TimerCollection` holds timers by name and can be disabled as
 a whole. Pure Python; tests can pass their own clock. All durations are in seconds.

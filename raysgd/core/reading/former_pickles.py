@@ -1,7 +1,8 @@
 """Reads NumPy values in checkpoint files of Ray's former `ray.util.sgd`, without trusting the files.
 
-The pickles in these files name NumPy functions, which would trust the file: an array of objects would take its pointers
-from the file. Safe functions replace them. They create only numeric arrays whose size matches their bytes exactly.
+The pickles in these files call NumPy functions that trust the file: for example, an array of objects would get its
+pointers from the file. Safe functions replace them. They create only numeric arrays whose size matches their bytes
+exactly.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _array_class() -> None:
 
 
 FORMER_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "builtins.bytes": _no_bytes,  # pickle protocol 2 calls it for empty bytes
+    "builtins.bytes": _no_bytes,  # pickle protocol 2 calls `bytes` to create empty bytes
     "numpy.dtype": _dtype,
     "numpy.ndarray": _array_class,
     **{
@@ -91,7 +92,7 @@ class _FormerUnpickler(pickle.Unpickler):
     """Reads a pickle of plain values and arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function that replaces `module.name`.
+        """Return the safe function that replaces the function `module.name` named in the pickle.
 
         Raises:
             NotPlainError: The pickle may not call this function.
@@ -106,7 +107,7 @@ def read_pickle(content: bytes) -> Any:
     """Return the content of a pickle, with a `FormerValue` in place of each array.
 
     Raises:
-        NotPlainError: The pickle contains other objects.
+        NotPlainError: The pickle contains objects other than plain values and NumPy arrays.
         Exception: The pickle is damaged, which may raise any error.
     """
     for opcode, argument, _ in pickletools.genops(content):  # raises an error if bytes are missing

@@ -20,8 +20,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _MAX_BUFFERS = 2
 """Most buffers to retain: one holds the last copy while the next copy is written to the other."""
 
-_M_MMAP_THRESHOLD = -3  # from `malloc.h` of the GNU C library
-_LARGE_BYTES = 2**17  # size of a worker's shard of a 1 MiB parameter on eight workers
+_M_MMAP_THRESHOLD = -3  # the value of M_MMAP_THRESHOLD in the GNU C library's `malloc.h`
+_LARGE_BYTES = 2**17  # a typical large block: a worker's shard of a 1 MiB parameter on eight workers
 
 
 @cache
@@ -29,9 +29,9 @@ def return_large_blocks() -> None:
     """Make this process return freed blocks of at least 128 KiB to the system immediately.
 
     By default, the C library keeps freed blocks for reuse. If long-lived small allocations are placed in such a block,
-    it is too small the next time, so the process uses more and more memory.
+    the rest of the block is too small for the next large request, so the process uses more and more memory.
     """
-    with suppress(OSError, AttributeError):  # another C library without this setting
+    with suppress(OSError, AttributeError):  # the system uses another C library, which has no such setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 

@@ -132,7 +132,7 @@ class _ArrayPart(NamedTuple):
 
 
 class _TensorPart(NamedTuple):
-    """The position of a tensor's bytes, in the buffer or in a separate array, and how to interpret them."""
+    """The position of a tensor's bytes, in the buffer or in a separate array, with its dtype, shape and strides."""
 
     apart: int | None
     start: int
@@ -297,7 +297,7 @@ def _reduced(tensor: torch.Tensor) -> Any:
 
 
 def _is_plain_tensor(value: Any, torch: Any) -> bool:
-    """Return True for an ordinary dense tensor. Other tensors, such as sparse tensors, define how they are pickled."""
+    """Return True for an ordinary dense tensor. Other tensors, such as sparse tensors, define their own pickling."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return False
     return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
@@ -329,12 +329,12 @@ def _identity(tensor: torch.Tensor) -> Hashable:
 
 
 def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) -> None:
-    """Copy a tensor's elements into the bytes `target`. Copies from a GPU are only queued."""
+    """Copy a tensor's elements into the bytes `target`. Copies from a GPU are queued and finish later."""
     import torch
 
     source = tensor.detach().resolve_conj().resolve_neg()
     if part.stride is None and source.is_contiguous():
-        source = source.reshape(-1).view(torch.uint8)  # as bytes, which is fast and works for any dtype
+        source = source.reshape(-1).view(torch.uint8)  # copy as bytes, which is fast and works for any dtype
     else:
         target = _shaped(part, target)
     target.copy_(source, non_blocking=source.is_cuda)

@@ -64,7 +64,7 @@ def folded(summary: str, lines: Sequence[str]) -> str:
 
 
 def note(text: str) -> str:
-    """Return a remark for a card as HTML."""
+    """Return a remark as HTML, to be passed to `card` as one of its parts."""
     return f'<div class="raysgd-note">{safe(text)}</div>'
 
 

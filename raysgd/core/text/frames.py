@@ -63,8 +63,8 @@ def frames_of_user(trace: TracebackType | None, most: int) -> TracebackType | No
 def with_code(place: str) -> str:
     """Return a location, `file:line in function`, with its line of code if this process can read the file.
 
-    The process that raised the error may lack the file, such as the driver's script on another node, or a notebook
-    cell.
+    The process that raised the error may lack the file: a worker on another node has neither the driver's script nor a
+    notebook's cells.
     """
     parts = _PLACE_WITHOUT_CODE.fullmatch(place)
     code = linecache.getline(parts[1], int(parts[2])).strip() if parts else ""
@@ -87,7 +87,7 @@ def short_name(filename: str) -> str:
 
 
 def defined_at(owner: type[Any], method: str) -> str:
-    """Return a sentence that says where the user defined the method of a class, or "" if the user did not define it.
+    """Return a sentence that says where the user defined a class's method, or "" if the user did not define it.
 
     Used in errors about a method's return value, because their traceback does not point to the method.
     """

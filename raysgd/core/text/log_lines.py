@@ -22,7 +22,7 @@ _FORMAT = "%(asctime)s raysgd %(levelname)s: %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
 _MOST_NOTES = 1000  # most lines that a worker stores for the driver; older lines are dropped
-_MOST_TOLD = 10_000  # most lines that a driver remembers to avoid repeating them
+_MOST_TOLD = 10_000  # most lines that a driver remembers, to log each line only once
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LogBuffer(logging.Handler):
 
 
 class LogRelay:
-    """Logs workers' lines in the driver: each line once, with the ranks that logged it."""
+    """Logs workers' log lines in the driver. Each line is logged once, with the ranks that it came from."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
@@ -168,7 +168,7 @@ def _named(who: Sequence[str]) -> str:
 
 
 class Once:
-    """Distinguishes the first call for a key from later calls. Thread-safe.
+    """Distinguishes the first call with a key from later calls, for example to warn only once. Thread-safe.
 
     >>> once = Once()
     >>> once.is_first("weights"), once.is_first("weights"), once.is_first("accuracy")

@@ -69,7 +69,7 @@ def keep_lines(path: Path, step: int, last_step: int | None = None) -> None:
     Args:
         path: The file to rewrite.
         step: The last epoch or report number to keep.
-        last_step: The last step inside the next epoch to keep. None to keep no such step.
+        last_step: In the epoch after `step`, keep the reports up to this step. None to keep no reports from that epoch.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [line for line in lines if (report := report_in(line)) is not None and is_until(step, report, last_step)]
@@ -85,7 +85,8 @@ def is_until(step: int, report: Mapping[str, Any], last_step: int | None = None)
     Args:
         step: The last epoch or report number that counts.
         report: The report, a dict of metrics.
-        last_step: The last step inside the next epoch that counts. None if no such step counts.
+        last_step: In the epoch after `step`, reports up to this step count too. None if no reports from that epoch
+            count.
     """
     try:
         number = int(report.get("training_iteration") or report["epoch"])
@@ -128,7 +129,7 @@ def as_json(value: Any, indent: int | None = None, *, strict: bool = True) -> st
     dump = partial(json.dumps, cls=SafeFallbackEncoder, indent=indent, allow_nan=not strict)
     try:
         return dump(value)
-    except (TypeError, ValueError):  # from keys that are not strings, a dict that contains itself, or NaN
+    except (TypeError, ValueError):  # raised for keys that are not strings, a dict that contains itself, or NaN
         return dump(_plain(value, strict, depth=0))
 
 
@@ -287,7 +288,7 @@ class EventFile(Sink):
         elif isinstance(value, list | np.ndarray) and len(value) > 0:
             try:
                 writer.add_histogram(name, value, global_step=step)
-            except (TypeError, ValueError):  # a list of values that are not numbers
+            except (TypeError, ValueError):  # raised for a list of values that are not numbers
                 self._warn(name, value)
         elif not isinstance(value, Mapping):
             self._warn(name, value)

@@ -59,7 +59,7 @@ class ServiceRun(Sink):
 
     @abstractmethod
     def _active(self) -> Any:
-        """Return this process's active run, or None."""
+        """Return the service's run that is active in this process, or None."""
 
     @abstractmethod
     def _start(self, run: Any) -> Any:
@@ -83,7 +83,8 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 logger = logging.getLogger(__name__)
 
-_default_stores: set[str] = set()  # stores set by this module, which MLflow cannot distinguish from a user's choice
+# stores that this module has set as the default, because MLflow cannot distinguish them from a user's choice
+_default_stores: set[str] = set()
 
 
 class MLflowRun(ServiceRun):

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInFolder:
-    """A stand-in for a run, for sinks that need only the run's folder."""
+    """A stand-in for a run that has only a folder, for sinks that need nothing else."""
 
     folder: Path
     config: Any = None
@@ -27,7 +27,7 @@ class RunInFolder:
 
 
 class Sink(ABC):
-    """Writes the rows of a run to one destination in one format. Every method raises its errors.
+    """Writes a run's rows to one destination in one format. Methods raise errors instead of logging them.
 
     Before `open`, a sink is plain data that can be copied and pickled.
     """
@@ -56,15 +56,15 @@ class Sink(ABC):
 
 
 class FileSink(Sink):
-    """Writes one file. A row is complete when `write` returns.
+    """Base class of sinks that write one file. A row is completely in the file when `write` returns.
 
     Args:
         name: The file: an absolute path, or a name in the run's folder.
 
     Attributes:
         path: The file's path. Before `open`, its name.
-        last_step: When a run continues inside an epoch, the last step of that epoch whose row is kept. None if no such
-            row is kept.
+        last_step: If a run continues in the middle of an epoch, rows of that epoch are kept up to this step. None to
+            keep no rows of that epoch.
     """
 
     last_step: int | None = None
@@ -158,7 +158,7 @@ def failures_warned(owner: str, warned: Once) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # of any type, from a disk, a service or a bug: it must not end a long training run
+    except Exception as error:  # an error of any type, from a disk or service or bug, must not end a long run
         kind = type(error).__name__
         if warned.is_first(kind):
             logger.warning(

@@ -1,4 +1,4 @@
-"""All-or-nothing optimizer steps for training functions with `elastic=True`: all ranks take a step, or none does.
+"""All-or-nothing optimizer steps for training functions with `elastic=True`: all ranks take a step, or no rank does.
 
 The models, optimizers and loaders that the function has prepared use this module. If an all-reduce of gradients fails
 because a worker was lost, user code sees no exception. The batch counts as failed, its optimizer does not step, and the
@@ -39,7 +39,8 @@ from raysgd.trainer.messages.weight_sums import REASONS_OF_TORCH, ComparisonPace
 _DTYPES = (torch.float32, torch.float64)
 _JOINT = "_is_global"
 _CPU = torch.device("cpu")
-_OF_EXCHANGES = (RuntimeError, OSError, ValueError)  # raised by PyTorch, by sockets, and if the group no longer exists
+# raised by failed collectives: by PyTorch, by sockets, or because the group no longer exists
+_OF_EXCHANGES = (RuntimeError, OSError, ValueError)
 _NUMBERS_DIFFER = "the number of steps differs from batch to batch"
 _RATES_DIFFER = "the learning rates of the workers differ: give schedulers to `prepare_state`"
 _SAME = 1e-6  # relative rounding error of sums of equal values
@@ -65,11 +66,12 @@ class GlobalSteps:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._formed = self._met
         self._undo, self._num_parts = Undo([], [], copies=None), (0, 0)
-        self._digests: list[torch.Tensor] | None = None  # hashes of the weights, after the last step of the first batch
-        self._num_steps = 0  # optimizer steps in this batch
+        # hashes of the weights after the first batch's last step, to detect later changes by user code
+        self._digests: list[torch.Tensor] | None = None
+        self._num_steps = 0  # optimizer steps taken in the current batch
         self._num_usual = 0  # optimizer steps per batch, learned from the first batch; 0 before that
         self._weight = 1.0
-        self._at = 0  # number of the current batch
+        self._at = 0  # number of the current batch, equal on all ranks
         self._open: BatchStart | None = None  # the batch that has not been closed yet
         self._has_batch = self._has_exchanged = self._is_checked = self._is_left = False
         self._comparisons = ComparisonPace()
@@ -122,7 +124,7 @@ class GlobalSteps:
         self._shared += parts
 
     def admit(self) -> None:
-        """Allow new workers to step in, because the function counts its epochs by a loader's `epoch`."""
+        """Allow new workers to step in. Called when the function reads a loader's `epoch` to count its epochs."""
         self._membership.admits = True
 
     def number(self, loader: Any) -> None:
@@ -147,7 +149,8 @@ class GlobalSteps:
                 "`elastic=True`: this batch does not come from a prepared loader that shards global batches, so it "
                 "could not be repeated. Call `prepare_data_loader(loader, exact=True)`. For Ray Data, omit `elastic`."
             )
-        steps = weakref.ref(self)  # weak, because the hook belongs to the whole process and would keep this alive
+        # a weak reference, because the hook is global to the process and would keep this object alive
+        steps = weakref.ref(self)
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_unprepared(steps(), optimizer))
         weakref.finalize(self, hook.remove)
         self._is_checked = True
@@ -305,19 +308,20 @@ class GlobalSteps:
         self._undo.begin_batch()
 
     def close_batch(self, mark: BatchStart) -> str:
-        """End a batch and return its outcome: "failed", "done", or "seen" if no step was taken.
+        """End the batch that started at `mark`. Return "failed", "done", or "seen" if no step was taken on the batch.
 
         Raises:
             DistNetworkError: The batch failed after one of its steps had counted.
             ValueError: The batch repeats another worker's sample, so it needs a step with weight zero, but no step
                 followed.
         """
-        if mark is not self._open:  # a batch of another loader followed the step
+        if mark is not self._open:  # the function has since started a batch of another loader
             return "done"
         membership, self._open = self._membership, None
         self._undo.note_return()
         has_unsaid = self._num_steps > 0 and membership.num_done == mark.num_done
-        if has_unsaid and not membership.has_repeated(mark):  # the ranks have not agreed on a step yet
+        # the ranks have not yet agreed that this batch's step counts
+        if has_unsaid and not membership.has_repeated(mark):
             membership.flaw = _NUMBERS_DIFFER if self._num_usual else membership.flaw
             membership.count_step(self._agree)
         is_done = membership.num_done != mark.num_done
@@ -325,15 +329,19 @@ class GlobalSteps:
             if is_done or not self._undo.can_put_back(has_broken=True):
                 raise _lost("a worker was lost in the middle of a batch whose steps cannot be undone")
             self._undo.put_back()
-            for optimizer in self._optimizers:  # user code that does this only after a step skips it for this batch
+            # user code may clear gradients only after a step, which this batch did not take
+            for optimizer in self._optimizers:
                 optimizer.zero_grad()
             return "failed"
         self._undo.end_batch()
         if self._digests is not None and self._has_moved_since_step():
-            self._undo.copies_all = True  # user code also changes the weights itself, so undoing needs copies
+            # user code changes weights outside of optimizer steps, so undoing a batch needs copies of all weights
+            self._undo.copies_all = True
         if self._has_exchanged and not is_done:
             membership.flaw = "gradients are added up over several batches"
-            if membership.begin_exchange():  # join the ranks that do step; they would wait or receive mismatched data
+            # take part in the comparison of the ranks that do step, which would otherwise wait or receive mismatched
+            # data
+            if membership.begin_exchange():
                 membership.end_exchange(self._compared(math.nan))
         if not (self._weight or self._has_exchanged or is_done or self._is_left):
             raise ValueError(
@@ -352,7 +360,7 @@ class GlobalSteps:
         return (parameter for model in self._models for parameter in model.parameters())
 
     def leave_batch(self, mark: BatchStart) -> bool:
-        """Record that the function leaves a pass during a batch. Return True if a step was taken on the batch."""
+        """Record that the function leaves a pass during this batch. Return True if a step was taken on the batch."""
         self._is_left = self._is_left or mark is self._open
         return mark is not self._open or self._num_steps > 0
 
@@ -362,7 +370,7 @@ class GlobalSteps:
         self._undo.copies_all = self._undo.copies_all or num_steps > 1
 
     def note_unstepped(self) -> None:
-        """Record that the function does not step on every batch, so it cannot continue in another group."""
+        """Record that the function skips steps on some batches, so that it cannot continue in another group."""
         self._membership.flaw = "the optimizer does not step for each batch"
 
     # -------------------------------------------------------------------------------------------------------- exchanges
@@ -432,8 +440,10 @@ class GlobalSteps:
         try:
             self._compare_weights()
             for model in self._models:
-                _rebuild_buckets(model)  # otherwise the next forward pass rebuilds them and may fail in user code
-            for model in self._with_buffers:  # not broadcast in the forward pass, for the same reason
+                # otherwise the next forward pass rebuilds the buckets, and a failure of that would reach user code
+                _rebuild_buckets(model)
+            # buffers are broadcast here rather than in the forward pass, for the same reason
+            for model in self._with_buffers:
                 repeat_first(model.module.buffers())
         except _OF_EXCHANGES as error:
             return self._as_lost(error)
@@ -456,7 +466,8 @@ class GlobalSteps:
         except _OF_EXCHANGES as error:
             return self._as_lost(error)
         means /= membership.place.world.size
-        self._is_comparing = bool(means[3])  # true on all ranks if a comparison is due on any rank
+        # all ranks compute the same mean, so all compare their weights if a comparison is due on any rank
+        self._is_comparing = bool(means[3])
         is_alone = bool(means[0].isnan()) or not torch.equal(means[1:3], own[1:3])
         if math.isnan(rates) or (not is_alone and math.isclose(means[0], rates, rel_tol=_SAME)):
             return None

@@ -44,10 +44,10 @@ def prepare_data_loader(
 ) -> Any:
     """Prepare a loader to yield this worker's shard of the samples, in batches on the worker's device.
 
-    Call `loader.sampler.set_epoch(epoch)` before each epoch to get a different order every time. A sampler that chooses
-    the samples itself, such as `WeightedRandomSampler`, draws the same samples on all workers, and each worker takes
-    its shard of them. All workers get the same number of samples. If the samples cannot be divided evenly, the first
-    samples are repeated, unless `exact` is set.
+    Call `loader.sampler.set_epoch(epoch)` before each epoch to get a different order every time. A custom sampler, such
+    as `WeightedRandomSampler`, draws the same samples on all workers, and each worker uses its shard of the drawn
+    samples. All workers get the same number of samples. If the samples cannot be divided evenly, the first samples are
+    repeated, unless `exact` is set.
 
     Args:
         data_loader: The loader, or a stream, or a shard of a stream from `get_dataset_shard`. With a stream, workers
@@ -108,7 +108,7 @@ def of_stream(stream: Stream | StreamPart, world: World, exact: bool, goes_on: b
 
 
 def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool = False) -> DataLoader[Any]:
-    """Return a loader over this rank's shard of the data, or the loader itself if its data cannot be sharded.
+    """Return a loader over this rank's shard of the data. If the data cannot be sharded, return the loader unchanged.
 
     Args:
         loader: The user's loader.
@@ -215,14 +215,14 @@ def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoad
 
 
 def _accept_epochs(sampler: Any) -> None:
-    """Add a `set_epoch` without effect to a single worker's sampler, because functions call it for several workers."""
+    """Add a `set_epoch` that does nothing to a single worker's sampler, because functions call it."""
     if not hasattr(sampler, "set_epoch"):
-        with suppress(AttributeError):  # a list, for example, accepts no attribute
+        with suppress(AttributeError):  # some samplers, such as a list, do not accept attributes
             sampler.set_epoch = _ignore_epoch
 
 
 def _ignore_epoch(epoch: int) -> None:
-    """Stand in for `set_epoch`."""
+    """Do nothing. `_accept_epochs` installs this function as a sampler's `set_epoch`."""
 
 
 def _seed_process(then: Callable[[int], None] | None, worker_id: int) -> None:

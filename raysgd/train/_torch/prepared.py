@@ -1,6 +1,7 @@
-"""Models and optimizers in training functions: prepare them for several workers, gather and load their state.
+"""Prepares a training function's models and optimizers for several workers, and gathers and loads their state.
 
-These helper functions share one `Accelerator` per run: device, precision, seed, and the strategy for gathering state.
+The helper functions share one `Accelerator` per run. It holds the device, precision, seed, and the strategy for
+gathering state.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Accelerator:
         self._replaced |= {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self.parallel = FSDP(self.device, world_size, options)
         model = self.parallel.wrap(model, None, {})
-        self.parallel.rebind_optimizers(())  # releases the parameters that are not sharded
+        self.parallel.rebind_optimizers(())  # drop references to the parameters from before sharding
         return model
 
     def has_replaced(self, parameter: torch.nn.Parameter) -> bool:
@@ -230,7 +231,7 @@ class ForwardInContext:
             return self._forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._model, "forward")  # this reads the copy's `forward`, which is the plain method
+        return getattr, (self._model, "forward")  # in a copy, `forward` becomes the model's original method
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -263,7 +264,7 @@ def prepare_state(*parts: Any) -> None:
     same objects in the same order on all workers.
 
     Args:
-        parts: Objects whose state is the same on all workers.
+        parts: Objects whose state is in sync on all workers.
 
     Raises:
         TypeError: An object has no `state_dict` or no `load_state_dict`.
@@ -278,13 +279,13 @@ def prepare_state(*parts: Any) -> None:
 
 def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> None:
     """Replace `optimizer.step` in place, so that every step goes through the gradient scaler."""
-    own = optimizer.step  # may be a scheduler's wrapper, which counts the steps
+    own = optimizer.step  # may be a wrapper installed by a scheduler to count the steps
 
     def step(self: Any, closure: Any = None) -> None:
         if closure is not None:
             raise ValueError("`closure`: a step with scaled gradients does not support a closure.")
         present = self.step
-        self.step = own  # for the scaler, which calls it unless gradients overflowed
+        self.step = own  # the scaler calls `self.step` unless gradients overflowed
         try:
             precision.step(self)
         finally:

@@ -21,7 +21,7 @@ _GOODBYE_S = 2.0
 
 @dataclass
 class TorchConfig(BackendConfig):
-    """Connects the workers, even a single worker, in a `torch.distributed` process group.
+    """Connects the workers in a `torch.distributed` process group. A single worker also gets a process group.
 
     Attributes:
         backend: "nccl", "gloo", ...; None for NCCL if each worker has a GPU, else gloo.

@@ -21,7 +21,7 @@ from raysgd.train._worker.shards import StreamPart
 
 
 class DrawnSampler(DistributedSampler[Any]):
-    """Gives each rank its shard of the indices that another sampler draws, which are the same on all ranks.
+    """Gives each rank its shard of another sampler's indices. That sampler must draw the same indices on all ranks.
 
     Args:
         sampler: Sampler that draws the indices.
@@ -75,7 +75,7 @@ class GlobalBatches(Sampler[list[Any]]):
         return num_samples // self.size if self._drop_last else -(-num_samples // self.size)
 
     def draw(self) -> int:
-        """Draw the samples of a pass, and return its number of global batches."""
+        """Choose the samples of a pass and their order, and return the pass's number of global batches."""
         self._order = self._sampler.drawn()
         return self._num_of(len(self._order))
 
@@ -100,7 +100,8 @@ class GlobalBatches(Sampler[list[Any]]):
     def _parts(self, order: Indices, first: int, world: World) -> Iterator[list[Any]]:
         for number in range(first, self._num_of(len(order))):
             joint = list(order[number * self.size : (number + 1) * self.size])
-            yield joint[world.rank :: world.size] or joint[:1]  # a rank without samples repeats one, with weight 0
+            # a rank without samples repeats another rank's sample with weight 0
+            yield joint[world.rank :: world.size] or joint[:1]
 
 
 class GlobalStream:
@@ -244,7 +245,8 @@ class RepeatingLoader(DataLoader[Any]):
             for batch in iter(self._loader):
                 weight = joint.weight(self._number, place.world)
                 joint.count_given(self._number + 1)
-                if not torch.is_grad_enabled():  # evaluation: no step follows, and ranks need not stay together
+                # an evaluation, in which no steps follow and ranks may be at different batches
+                if not torch.is_grad_enabled():
                     if weight:
                         yield batch
                     self._number += 1
@@ -269,14 +271,14 @@ class RepeatingLoader(DataLoader[Any]):
         self.is_open = False
 
     def _leave(self, has_trained: bool, is_last: bool) -> None:
-        """Count the pass that the function leaves, unless a later pass over the same stream continues it."""
+        """Count the pass that the function is leaving, unless a later pass over the same stream will continue it."""
         self.is_open, self._has_trained = False, self._has_trained or has_trained
         if has_trained and (is_last or isinstance(self._global, GlobalBatches)):
             self._global.end_pass()
             self._epoch += 1
 
     def _note(self, outcome: str, outcomes: set[str]) -> None:
-        """Record the outcome of a batch for the loader and for this pass."""
+        """Record the outcome of a batch, such as "failed", for the loader and for this pass."""
         outcomes.add(outcome)
         self._has_trained = self._has_trained or outcome != "seen"
         if {"seen", "done"} <= outcomes:

@@ -27,7 +27,7 @@ class FunctionReplica:
 
     Args:
         world: This worker's rank and the number of workers.
-        start: Arguments for the method `start`, which a standby worker calls in `warm_up`; else empty.
+        start: Arguments for the method `start`, which `warm_up` calls in a standby worker. Empty in all other workers.
 
     Attributes:
         worker_object: The instance of the user's class in this worker, or None.
@@ -103,7 +103,7 @@ class FunctionReplica:
         """Wait for the function's next message and return it.
 
         Args:
-            index: Number for the next checkpoint that the workers themselves write to storage.
+            index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.
 
         Raises:
             TrainBackendError: No function was started.
@@ -151,7 +151,7 @@ class FunctionReplica:
         Return `HeldAtStep` instead if `hold` interrupted the wait. Raises the same exceptions as `next`.
 
         Args:
-            index: Number for the next checkpoint that the workers themselves write to storage.
+            index: Number for the next checkpoint, if the workers themselves write checkpoints to storage.
             is_needed: True to wait for a message. False to return no message, because the driver still has an unread
                 message from this worker.
             num_taken: Number of messages that the driver has received, for functions that continue in place. Later
@@ -173,14 +173,14 @@ class FunctionReplica:
         return messages
 
     def _has_more_behind(self, messages: Sequence[Message]) -> bool:
-        """Return True if another message is ready and can be sent together with `messages`."""
+        """Return True if the function has another message ready that can be sent together with `messages`."""
         session = self._session
         if session is None or session.is_muted or not is_mere_report(messages[-1]):
             return False
         return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
 
     def answer(self, value: Any, *start: Any) -> None:
-        """Pass the driver's answer to the function, unless this call starts the function: it has not asked yet."""
+        """Pass the driver's answer to the function, unless the function has just been started and has not asked yet."""
         self.start(*start)
         if not start and self._session is not None:
             self._session.mailbox.answer(value)
@@ -213,7 +213,7 @@ class FunctionReplica:
         return self._pending_checkpoints.fetch(token)
 
     def store(self, token: int | None, taken: Sequence[str], *start: Any) -> bool:
-        """Store the waiting checkpoint folder with this token, if any, omitting file names that lower ranks also use.
+        """Let the function store its checkpoint folder with this token, omitting file names that lower ranks also use.
 
         Returns:
             False if the checkpoint was lost together with its function.
@@ -235,7 +235,7 @@ class FunctionReplica:
         """Do nothing, because the next call starts the function from the newest checkpoint."""
 
     def replica_progress(self) -> ReplicaProgress:
-        """Return the number of steps that the function has taken, and the reason if it cannot continue in place.
+        """Return how many steps the function has taken and, if it cannot continue in place, the reason.
 
         A worker that has not yet loaded the other ranks' state cannot send state to them.
         """
@@ -258,7 +258,7 @@ class FunctionReplica:
 
         Raises:
             RuntimeError: The function was supposed to step in but has not reached its first batch.
-            Exception: Any exception that the function raised before that.
+            Exception: Any exception that the function raised before its first batch.
         """
         self.world = world
         if self._session is None:
@@ -271,7 +271,7 @@ class FunctionReplica:
                 raise RuntimeError("the function of a new worker did not reach its first batch")
 
     def hold(self) -> None:
-        """Interrupt a call that waits for a message, so that new workers can join. The function keeps running."""
+        """Interrupt a call that is waiting for a message, so that new workers can join. The function keeps running."""
         session = self._session
         if session is not None and not session.mailbox.is_broken_off:
             session.mailbox.break_off(_WaitBrokenOff())

@@ -100,7 +100,7 @@ class Session:
         return self._world
 
     def _part_of(self, shard: Any) -> Any:
-        """Return the data for the function. For a stream, the rank determines which part the worker reads."""
+        """Return the function's data. A stream's part also receives a way to query this worker's rank."""
         return shard.of_worker(lambda: self.world) if isinstance(shard, StreamPart) else shard
 
     def _run(self) -> Any:
@@ -125,7 +125,8 @@ class Session:
         """Send metrics, optionally with a checkpoint, which is a dict or a `Checkpoint`.
 
         Raises:
-            TypeError: `checkpoint` has another type, or `options` were passed, which needs a function run by `fit`.
+            TypeError: `checkpoint` has another type, or `options` were passed, which are supported only in functions
+                that `fit` runs.
         """
         if options is not None:
             raise TypeError(f"`{options}`: only functions that `fit` runs can choose how a checkpoint is stored.")
@@ -158,7 +159,7 @@ class Session:
 
         Args:
             name: Name of the question, which tells the driver how to compute the answer.
-            data: This rank's input to the answer.
+            data: This rank's data, from which the driver computes the answer.
 
         Raises:
             RuntimeError: The function is about to step into a running group, which asked this question earlier.
@@ -168,7 +169,7 @@ class Session:
         return pickle.loads(self.mailbox.ask(Question(name, cloudpickle.dumps(data))))
 
     def _send_metrics(self, data: Any) -> None:
-        """Send metrics alone. Encoded metrics block the function until they are sent, since their buffer is reused."""
+        """Send metrics without a checkpoint. Encoded metrics block the function, because their buffer is reused."""
         self.mailbox.offer(
             FunctionMessage(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState)
         )

@@ -134,7 +134,7 @@ class Mailbox:
         """Wait for the next message and return it. Return a `FunctionEnded` if the function has returned.
 
         Args:
-            told: Value for the function, which `await_request` returns.
+            told: Value that the function receives as the result of `await_request`.
 
         Raises:
             BaseException: The exception that the function raised, or that was passed to `break_off`.
@@ -178,7 +178,7 @@ class Mailbox:
 
     @property
     def is_held(self) -> bool:
-        """True if the function is blocked in this mailbox or has ended."""
+        """True if the function is waiting in one of this mailbox's methods, or has ended."""
         return self._is_holding or self.is_over
 
     @property

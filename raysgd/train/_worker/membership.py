@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from raysgd.core.engine.shared.types import World
 from raysgd.exceptions import OnFailure
 
-_BREAKS_IN_S = 60.0  # how long a collective may take to fail after its connections were closed
+_BREAKS_IN_S = 60.0  # how long a collective may take to fail once its connections are closed
 # How long to wait for the function to block in this module. It blocks here eventually, unless it is busy between two
 # passes. Meanwhile, a collective in user code, which this module does not see, fails.
 _REST_S = 0.2
@@ -40,7 +40,7 @@ class GroupPlace:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """The function's progress at the start of a batch."""
+    """The function's progress at the start of a batch, to determine at the end whether the batch counted."""
 
     num_done: int
     num_failed: int
@@ -121,7 +121,7 @@ class Membership:
         self._is_waiting = False
 
     def open_batch(self, place: GroupPlace, has_trained: bool) -> BatchStart:
-        """Start a batch whose samples were divided among the ranks of a group.
+        """Start a batch whose samples were divided among the ranks in `place`'s group.
 
         After each change of the group, one batch fails on every survivor, even on a survivor that was between two
         batches. This keeps the number of failed batches equal on all ranks.
@@ -160,7 +160,7 @@ class Membership:
             self._changed.notify_all()
 
     def count_step(self, agree: Callable[[], BaseException | None]) -> bool:
-        """Return True if the step counts. Called once the gradients have arrived.
+        """Return True if the step counts. Called once this rank has the averaged gradients.
 
         Args:
             agree: Returns None once all ranks have called it, or the exception with which the group broke.
@@ -225,7 +225,7 @@ class Membership:
             self._num_failed, self.is_new = number, False
 
     def fail(self) -> None:
-        """Mark the batch as failed before it communicates with other ranks."""
+        """Mark the current batch as failed, before it communicates with other ranks."""
         with self._changed:
             self._fail()
 
@@ -262,7 +262,7 @@ class Membership:
 
     @property
     def is_usable(self) -> bool:
-        """True if this rank is in a group that is not known to be broken."""
+        """True if this rank is in a group, and the group is not known to be broken."""
         return self._is_open and not self._is_broken
 
     def note_broken(self, error: BaseException) -> None:
@@ -271,7 +271,7 @@ class Membership:
             self._break(error)
 
     def leave(self) -> None:
-        """Keep the function out of a group whose connections were closed, and wait for its pending collectives to fail.
+        """Keep the function out of a group whose connections were closed. Wait for its pending collectives to fail.
 
         Raises:
             TimeoutError: A collective does not end in time.
@@ -308,7 +308,7 @@ class Membership:
             self._look_until(lambda: self._has_entered, _FIRST_BATCH_S)
 
     def go_on(self) -> None:
-        """Let the function enter the group that all ranks have joined, if there is a new group."""
+        """If there is a new group, which all ranks have joined, let the function enter it."""
         with self._changed:
             if self._next is None:
                 return

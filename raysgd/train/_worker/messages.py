@@ -64,7 +64,7 @@ class Question:
     """A question that the functions of all ranks ask the driver at the same point.
 
     Attributes:
-        name: Name of the library function that asks, such as `broadcast_from_rank_zero`.
+        name: Name of the question, which is the library function that asks it, such as `broadcast_from_rank_zero`.
         data: This rank's argument, pickled.
     """
 
@@ -94,7 +94,7 @@ Message = FunctionMessage | FunctionEnded | Question | RanksMet
 
 
 def is_mere_report(message: Any) -> bool:
-    """Return True if the message carries metrics without a checkpoint."""
+    """Return True if the message contains metrics but no checkpoint."""
     return (
         isinstance(message, FunctionMessage)
         and message.kind is TrainingResultType.REPORT

@@ -34,7 +34,7 @@ class DividedData:
 
     @property
     def is_whole(self) -> bool:
-        """True if every worker gets the same object and selects its shard by rank, as with streams."""
+        """True if every worker gets the same object, such as a stream, and selects its shard of it by rank."""
         each = self._dataset.values() if isinstance(self._dataset, Mapping) else (self._dataset,)
         return all(isinstance(dataset, Stream) for dataset in each)
 
@@ -64,7 +64,7 @@ def divided(dataset: Any, num_workers: int, actors: Sequence[Any] = ()) -> list[
 
 
 def with_to_torch(shard: Any) -> Any:
-    """Add the former `to_torch` method of Ray Data datasets to a shard or dict. Today only their iterators have it."""
+    """Add the method `to_torch`, which Ray Data datasets used to have, to a shard or to each shard in a dict."""
     for each in shard.values() if isinstance(shard, dict) else (shard,):
         if hasattr(each, "iterator") and not hasattr(each, "to_torch"):
             each.to_torch = partial(_to_torch, each)
@@ -141,7 +141,7 @@ class StreamPart:
         self.is_known = not self._has_own_rows
 
     def of_worker(self, world: Callable[[], World]) -> StreamPart:
-        """Set the source of this worker's rank: `world` is called when a batch needs it. Return this object."""
+        """Set the function that returns this worker's rank, to be called once a batch needs it. Return this object."""
         self._place.world = world
         return self
 

@@ -16,8 +16,8 @@ class TrainingCallback:
         results_preprocessor: Preprocesses the results for `handle_result`.
         RESERVED_KEYS: Reserved keys of the results, such as profiler traces, that this callback needs. All other
             reserved keys are removed from its results.
-        reads_checkpoints: True if `finish_training` needs the checkpoints in the run's folder. They are downloaded
-            from a store only in this case.
+        reads_checkpoints: True if `finish_training` reads the checkpoints in the run's folder. If the folder is in a
+            remote store, checkpoints are downloaded only for such callbacks.
     """
 
     results_preprocessor: ResultsPreprocessor | None = None

@@ -33,7 +33,7 @@ class NeuralNetwork(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the ten classes for each image."""
+        """Return each image's scores for the ten classes."""
         scores: torch.Tensor = self.layers(images)
         return scores
 

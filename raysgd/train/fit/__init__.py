@@ -8,5 +8,5 @@ Guarantees:
 * Rank 0's reports are written as they arrive.
 
 Other packages do the rest: the engine keeps the workers alive, `raysgd.storage` manages the files, and `raysgd.air`
-defines the values.
+defines the configs, checkpoints and results.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, in the driver: from the workers to the trial's folder.
+"""Transfers a run's checkpoints, in the driver, from the workers to the trial's folder.
 
 A dict is sent to the driver, which writes it. A folder is stored by the workers: all ranks write to the same staging
 folder, and the driver commits it. ADR 94 explains why the driver numbers the checkpoints.
@@ -113,9 +113,9 @@ class FitCheckpoints(CheckpointTaker):
         return self._folder.commit(name)
 
     def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
-        """Write a received dict, or keep it in memory if no files are written."""
+        """Write a received checkpoint dict to a file, or keep the dict in memory if no files are written."""
         own = content.pop(METADATA_KEY, {})
-        if content.get(PREPROCESSOR_KEY) is None:  # a `TorchCheckpoint` may have None there
+        if content.get(PREPROCESSOR_KEY) is None:  # a `TorchCheckpoint` may contain None under this key
             content = {**content, PREPROCESSOR_KEY: self._preprocessor}
         content = {**content, TUNE_CHECKPOINT_ID: index}
         if self._folder is None:
@@ -131,13 +131,13 @@ class FitCheckpoints(CheckpointTaker):
 
 
 def place_of(checkpoint: Checkpoint | None) -> str | None:
-    """Return the path or URI of a checkpoint; None for no checkpoint, or a checkpoint in memory."""
+    """Return the path or URI of a checkpoint. Return None if there is no checkpoint or it is in memory."""
     uri = None if checkpoint is None else checkpoint.uri
     return checkpoint.path if checkpoint is not None and uri is not None and uri.startswith("file://") else uri
 
 
 def _write_dict(content: dict[str, Any], staged: Folder) -> None:
-    """Write a checkpoint dict. If it contains the files of a folder, restore these files."""
+    """Write a checkpoint dict. If the dict contains a folder's files, write these files instead."""
     if FOLDER_KEY in content or EXTRA_FILES_KEY in content:
         with Checkpoint.from_dict(content).as_directory() as folder:
             staged.upload(Path(folder))

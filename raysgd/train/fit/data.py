@@ -1,4 +1,4 @@
-"""Each worker's data in a run of `fit()`: its shard of each sharded dataset, and the other datasets in full.
+"""Provides each worker's data in a run of `fit()`: its shard of each sharded dataset, and all other datasets in full.
 
 Before anything runs, `merged_config` merges the configs of the trainer and its user. `prepared` then calls functions
 that return datasets and applies the preprocessor, once. `DatasetShards` shards the datasets whenever workers start.
@@ -28,10 +28,10 @@ class DataConfig:
     Derive from this class and override `configure` to shard datasets differently.
 
     Args:
-        datasets_to_split: Names of the datasets to shard; "all" for all datasets. Every worker gets all rows of the
-            other datasets.
-        execution_options: `ray.data.ExecutionOptions` for all datasets, or a dict of them by name. None leaves the
-            options of each dataset unchanged.
+        datasets_to_split: Names of the datasets to shard; "all" for all datasets. Every worker gets all rows of each
+            dataset that is not sharded.
+        execution_options: `ray.data.ExecutionOptions` for all datasets, or a dict of such options by dataset name. None
+            leaves the options of each dataset unchanged.
         enable_shard_locality: True to prefer blocks that are already on a worker's node.
 
     Raises:
@@ -292,7 +292,7 @@ def _lacks_fit(preprocessor: Any) -> bool:
 
 
 def _shuffled(dataset: Any, config: DatasetConfig) -> Any:
-    """Shuffle a dataset if the user requested it. Ray's default `randomize_block_order=True` would delay streaming."""
+    """Shuffle a dataset or its blocks if the config requests it. Otherwise, return the dataset unchanged."""
     if config.global_shuffle:
         return dataset.random_shuffle()
     if config.randomize_block_order and is_of_ray(dataset):

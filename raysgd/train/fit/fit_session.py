@@ -93,7 +93,7 @@ class FitSession(Session):
         """Return the last reported checkpoint, or the checkpoint that the function started from."""
         self._await_upload()
         if self._is_newest_stored:
-            self.mailbox.await_request()  # the next request means that the driver has committed the checkpoint
+            self.mailbox.await_request()  # when the driver requests the next message, it has committed the checkpoint
         return self._newest
 
     def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
@@ -313,7 +313,7 @@ class SessionForRay:
         self.world_rank = session.world.rank
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-        """Send metrics, optionally with a checkpoint of Ray or raysgd."""
+        """Send metrics, optionally with a `Checkpoint` object of Ray or raysgd."""
         if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
             checkpoint = Checkpoint(checkpoint.path, checkpoint.filesystem)
         self._session.report(metrics, checkpoint)
@@ -329,7 +329,7 @@ class SessionForRay:
 
 @contextmanager
 def _seen_by_ray(session: FitSession) -> Iterator[None]:
-    """Let Ray's own reporting functions find this run, if Ray Tune is loaded but runs nothing in this process."""
+    """Inside the block, connect Ray's reporting functions to this run, unless they belong to a running Tune trial."""
     module = sys.modules.get("ray.train._internal.session")
     if module is None or getattr(module, "_session", session) is not None:
         yield
@@ -344,7 +344,7 @@ def _seen_by_ray(session: FitSession) -> Iterator[None]:
 
 @contextmanager
 def _errors_for_calls_of_ray() -> Iterator[None]:
-    """Raise an error where Ray's session functions would only warn that they do nothing here."""
+    """Inside the block, raise an error if a Ray session function would only warn that it does nothing here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{_MISUSE}", UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""A run's output while it runs: the files of its trial, their copies in the storage, and lines in the terminal.
+"""Writes a run's output while it runs: its trial's files, their copies in the storage, and lines in the terminal.
 
 The files are `result.json`, `progress.csv`, `params.json`, `error.txt` and TensorBoard's. They have the same names and
 content as Ray Tune's files. Each report is on disk when its call returns; only TensorBoard's file follows within
@@ -44,7 +44,8 @@ PARAMS_PICKLE_FILE = "params.pkl"
 
 _NOT_FOR_TENSORBOARD = OF_TRIAL | OF_PLACE | {CHECKPOINT_DIR_NAME, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION}
 _UPLOAD_EVERY_S = 5.0
-_LARGEST_VALUE = 10_000  # bytes; larger config values are shortened, because each report contains the config
+# size in bytes above which config values are shortened, because each report contains the config
+_LARGEST_VALUE = 10_000
 _MOST_ENTRIES = 1_000
 
 
@@ -161,7 +162,7 @@ class Logs:
             self._running = self._chores.submit(attempt, f"copy the logs to {self._folder.trial}", self._upload)
 
     def upload_all(self) -> None:
-        """Copy the logs now, then delete the local copies. If copying fails, keep them and log their path."""
+        """Copy the logs now, then delete the local logs. If copying fails, keep the local logs and log their path."""
         if self._folder.is_local:
             return
         try:

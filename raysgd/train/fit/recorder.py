@@ -215,7 +215,8 @@ class Recorder:
         experiment = self._folder.experiment
         if not experiment.has(CALLBACK_STATES_FILE):
             return
-        words = "the callbacks start without their former state (%s): %r"  # file damaged, or class changed
+        # the file is damaged, or a callback's class has changed
+        words = "the callbacks start without their former state (%s): %r"
         with failure_logged(logger.warning, words, CALLBACK_STATES_FILE):
             self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
 
@@ -231,7 +232,8 @@ class Recorder:
             last_first.callback(self._note, self._trial.status)
             last_first.callback(self._logs.upload_all)
             if not has_failed:
-                last_first.callback(self._forget_errors)  # runs after `shutdown`, when no copy of the logs is pending
+                # runs after the chores' `shutdown`, when no upload of the logs is pending
+                last_first.callback(self._forget_errors)
             last_first.callback(self._chores.shutdown)
             if not has_failed:
                 last_first.callback(self._checkpoints.move_to_memory)
@@ -246,7 +248,7 @@ class Recorder:
             self._logs.remove(ERROR_PICKLE_FILE)
 
     def _note(self, status: str) -> None:
-        """Write the name and the status of the experiment's last trial to `run.json`, for `restore`."""
+        """Write this trial's name and status to `run.json`, from which `restore` reads them."""
         note = {"trial": self._folder.dir_name, "trainer": self._folder.trainer_name, "status": status}
         self._folder.experiment.write(RUN_FILE, json.dumps(note).encode())
 
@@ -262,7 +264,7 @@ class Recorder:
 
 
 def _console(run_config: RunConfig) -> list[ConsoleReporter]:
-    """Return the callback that prints the run, if printing is enabled."""
+    """Return a list with the callback that prints the run's events. Empty if printing is disabled."""
     if run_config.progress_reporter is not None:
         logger.warning("`progress_reporter` shows the trials of a `Tuner`; to print this run, pass `verbose=3`")
     if run_config.log_to_file:
@@ -300,7 +302,8 @@ class KeptCheckpoints:
         by_name = by_checkpoint(reports)
         for name in self._folder.checkpoint_names():
             self.keep(Checkpoint(self._folder.trial / name), by_name.get(name, {}))
-        if self.latest is not None and not self.report:  # the driver died before it wrote the report
+        # the driver died after it stored the checkpoint and before it wrote the report
+        if self.latest is not None and not self.report:
             last = reports[-1] if reports else {}
             self.report = {**last, TRAINING_ITERATION: iteration_of(last) + 1}
 

@@ -61,7 +61,7 @@ class _CheckpointAt:
 
 @dataclass(frozen=True)
 class _WithoutSecrets:
-    """A config whose keys and passwords are replaced by `***`. The user must pass the config to `restore` again."""
+    """Replaces a config that contains keys or passwords. The user must pass the config to `restore` again."""
 
     shown: Any
 
@@ -108,7 +108,7 @@ def _for_later(name: str, value: Any) -> Any:
 
 
 def _without_place(run_config: RunConfig) -> RunConfig:
-    """Remove the storage from the config, because its URI or file system may contain keys. `restore` sets it again."""
+    """Remove the storage from the config, since its URI or file system may contain keys. `restore` sets it again."""
     sync_config = replace(run_config.sync_config, upload_dir=None)
     return replace(run_config, storage_path=None, storage_filesystem=None, sync_config=sync_config)
 
@@ -195,7 +195,7 @@ def _load(experiment: Folder, path: str | Path, file: str) -> tuple[type, dict[s
 
 
 def _better_place(path: str | Path) -> str:
-    """Return a hint if `path` is the folder of a trial or a checkpoint, or the folder above the run."""
+    """Return a hint for an error message if `path` is a trial's or checkpoint's folder, or the folder above the run."""
     place = Path(str(path)).expanduser()
     near = [*place.parents[:2], *sorted(found.parent for found in place.glob(f"*/{TRAINER_FILE}"))]
     for folder in near:
@@ -228,7 +228,7 @@ def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict
 
 
 def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Open the checkpoints among the arguments. Omit checkpoints that no longer exist or that need a key."""
+    """Replace the arguments' saved locations by open checkpoints. Omit checkpoints that are gone or that need a key."""
     found = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, _CheckpointAt):

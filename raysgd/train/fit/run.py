@@ -1,4 +1,4 @@
-"""One call of `fit`: its folder, record and result, and the run of the function on workers.
+"""Runs one call to `fit`: runs the function on workers, records its reports, and returns the result.
 
 Nothing is retried here: the engine retries as `FailurePolicy` decides. Reports are recorded in order, each once its
 checkpoint is written.
@@ -62,17 +62,17 @@ class StopConditionMet(BaseException):
 
 @dataclass(frozen=True)
 class FitJob:
-    """One call of `fit`.
+    """One call to `fit`.
 
     Attributes:
         folder: The run's folders.
         recorder: Records the reports.
         run_config: The user's `RunConfig`.
-        facts: Facts about the run that the function can query.
+        facts: Data about the run that the function can query, such as its folder.
         begin_from: The checkpoint that the function starts from.
         num_ahead: Number of reports that may wait for the driver before the function is blocked.
         aborts: Functions that end the run from another thread. Filled when the `FitRun` is created.
-        leaving: Reports whether a signal is ending the program.
+        leaving: Reports whether a signal has asked the program to end.
     """
 
     folder: TrialFolder
@@ -106,7 +106,7 @@ class FitJob:
 
     @property
     def next_index(self) -> int:
-        """Number of the run's first checkpoint: above all in the folder, and at least the number of `begin_from`."""
+        """Number for the next checkpoint: above all numbers in the folder, and at least the number of `begin_from`."""
         return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
 
     def _end_failed(self, error: BaseException) -> None:
@@ -132,9 +132,9 @@ def _tune_error() -> type[Exception] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RenewingPolicy(FailurePolicy):
-    """Decides what follows a failure. A checkpoint that was written since the last failure resets the retries.
+    """Decides whether to retry after a failure. A checkpoint written since the previous failure resets the retries.
 
-    ADR 94 explains why, and why this stops once the function has raised an exception.
+    ADR 94 explains why, and why checkpoints no longer reset the retries once the function has raised an exception.
 
     Attributes:
         take_landing: Returns True if a checkpoint was written since `take_landing` was last called.
@@ -143,7 +143,7 @@ class RenewingPolicy(FailurePolicy):
     take_landing: Callable[[], bool]
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_continue: bool) -> Decision:
-        """Return what to do next. Wait for a checkpoint in transit unless survivors can continue with retries left."""
+        """Return the decision. Wait for a checkpoint in transit, unless survivors can continue and retries are left."""
         is_needed = budget.is_spent or not (self.continues and can_continue)
         if is_needed and self.take_landing():
             budget.renew()
@@ -154,7 +154,7 @@ class FitRun:
     """Runs a function on workers.
 
     Args:
-        job: The call of `fit` that this run belongs to. Its recorder receives each report of rank 0 with the step's
+        job: The call to `fit` that this run belongs to. Its recorder receives each report of rank 0 with the step's
             checkpoint, the start of each attempt, and before a new attempt the failure of the previous attempt.
         function: The user's function, with its config bound.
         backend: Configures how the workers are connected.
@@ -246,7 +246,8 @@ class FitRun:
         is_over = self._run is not None and self._run.is_over
         self._executor.shutdown(patience_s=5 if is_over else 0)
         self._give_room_back()
-        with suppress(Exception):  # the run has already failed, or its last step has flushed
+        # errors are ignored, because the run has already failed, or its last step has flushed without an error
+        with suppress(Exception):
             self._checkpoints.flush()
         self._delete_too_late()
         words = "could not write down what was reported last: %r"
@@ -297,7 +298,7 @@ class FitRun:
             room.close(_CLOSE_S)
 
     def _hand_over(self, is_end: bool = False) -> None:
-        """Record reports whose checkpoints are written. With `is_end`, also record reports with lost checkpoints."""
+        """Record reports whose checkpoints are written. With `is_end`, include reports whose checkpoints were lost."""
         while self._reports:
             metrics, landing = self._reports[0]
             if not (is_end or landing is None or landing.done()):
@@ -325,7 +326,7 @@ class FitRun:
 
 
 def _landed(landing: Landing | None) -> Checkpoint | None:
-    """Return a checkpoint if it has been written, else None."""
+    """Return the future's checkpoint if it has been written. Return None if it is still in transit or was lost."""
     return landing.result() if landing is not None and landing.done() else None
 
 

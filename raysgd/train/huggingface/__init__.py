@@ -1,4 +1,4 @@
-"""Hugging Face in functions that `fit` runs, under the same module name as in Ray."""
+"""Hugging Face support for functions that `fit` runs. The module has the same name as in Ray Train."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ transformers: Any = require("transformers", extra="hf", purpose="`raysgd.train.h
 
 
 class RayTrainReportCallback(transformers.TrainerCallback):
-    """Reports the logged metrics whenever the trainer saves, with its checkpoint in the folder `checkpoint`."""
+    """Reports the logged metrics whenever the trainer saves. The saved files are in the subfolder `checkpoint`."""
 
     CHECKPOINT_NAME = "checkpoint"
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report on all ranks. The first rank on each node adds the files that the ranks on that node have written."""
+        """Report on all ranks. The first rank on each node attaches the files written by that node's ranks."""
         metrics = {name: value for logged in state.log_history for name, value in logged.items()}
         source = transformers.trainer_utils.get_last_checkpoint(args.output_dir) if session.local_rank() == 0 else None
         with tempfile.TemporaryDirectory(prefix="raysgd-transformers-") as folder:
