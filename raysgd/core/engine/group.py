@@ -530,7 +530,7 @@ class WorkerGroup:
                 has_told = True
         outcomes = [platform.outcome(rank, call) for rank, call in calls.items()]
         self.stuck = {found.rank for found in outcomes if not found.answered}
-        if self.stuck and not has_told:  # if the driver itself stalled, the loop may have skipped this
+        if self.stuck and not has_told:  # the loop may have skipped this if the driver stalled
             tell_stuck()
         return self.stuck | {found.rank for found in outcomes if found.has_died}
 

@@ -99,7 +99,7 @@ class LivenessCheck(Generic[KeyT]):
         self._asked: dict[KeyT, tuple[Any, float]] = {}
 
     def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
-        """Return the seconds between two rounds of polls: `wanted_s`, or more if there are many workers.
+        """Return the seconds between two rounds of polls: `wanted_s`, or more for many workers.
 
         At least three rounds fit into `heartbeat_s`.
         """

@@ -398,7 +398,7 @@ class GroupRepair:
     # --------------------------------------------------------------------------------------- changes in place
 
     def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> NotInPlace | None:
-        """After a failure, form a new group of the survivors, with spares and new workers if there are any.
+        """After a failure, form a new group of the survivors, with spares and new workers if available.
 
         Returns:
             Why the workers must be restarted, or None if the group was formed.
