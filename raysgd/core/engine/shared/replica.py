@@ -43,7 +43,11 @@ class Replica(Protocol):
     """
 
     def setup(self) -> Any:
-        """Build the user's objects, after the worker has joined its group. Return facts that the front end needs."""
+        """Build the user's objects, such as the model, after the worker has joined its group.
+
+        Returns:
+            Facts about the objects that the front end needs, such as the number of models.
+        """
 
     def capture(self, landed_token: int | None) -> Capture:
         """Copy the training state and return it or a token for it.
@@ -84,7 +88,7 @@ class RegroupingReplica(Replica, Protocol):
         """
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Continue as rank `world.rank` of a new group that all ranks have joined. Return facts, like `setup`."""
+        """Continue as rank `world.rank` of a new group that all ranks have joined. Return the same facts as `setup`."""
 
     def heartbeat(self) -> Heartbeat:
         """Return the replica's current progress as a `Heartbeat`."""
