@@ -1,4 +1,4 @@
-"""Calls that run in a background thread of the driver while the program continues."""
+"""Trainer calls that run in a background thread of the driver while the user's program continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BackgroundCall(CallHandle[T]):
 
     Args:
         future: Receives the call's result or error.
-        interrupt: Interrupts the call. It is called from a thread other than the call's.
+        interrupt: Interrupts the call as Ctrl-C would. It runs in a different thread than the call.
     """
 
     def __init__(self, future: Future[T], interrupt: Callable[[], None]) -> None:
@@ -56,11 +56,11 @@ class BackgroundCall(CallHandle[T]):
 
 
 class BackgroundCalls:
-    """Starts the background calls of one trainer. The calls run one after the other, in the order of `begin`.
+    """Starts a trainer's background calls. The calls run one after the other, in the order in which they were started.
 
     Args:
         controller: Runs the calls on the workers.
-        at_once: True to finish each call before `begin` returns. Used if a worker runs in the driver.
+        at_once: True to run each call inside `begin`, without a background thread. Used if the driver is a worker.
     """
 
     def __init__(self, controller: ElasticController, at_once: bool) -> None:
@@ -70,12 +70,12 @@ class BackgroundCalls:
     def begin(
         self, work: Callable[[], Any], rest: Callable[[Any, Callable[[], None]], Any] | None = None
     ) -> CallHandle[Any]:
-        """Start a call and return its handle. Later calls of the trainer wait for it.
+        """Start a call and return its handle. The trainer's later calls wait for it.
 
         Args:
             work: Runs the call on the workers. If `rest` is given, later calls wait only for `work`.
-            rest: Finishes the call on a spare while later calls use the training workers. Takes the result of `work`
-                and a function that raises `KeyboardInterrupt` if the call was interrupted.
+            rest: Finishes the call on a spare worker while later calls use the training workers. Takes the result of
+                `work` and a function that raises `KeyboardInterrupt` if the call was interrupted.
 
         Raises:
             TrainerShutdownError: The trainer was shut down.
@@ -99,7 +99,10 @@ class BackgroundCalls:
         return BackgroundCall(future, partial(turns.interrupt_call, place))
 
     def await_end(self) -> None:
-        """Wait a few seconds for the background threads to finish. Call after interrupting their calls or `stop`."""
+        """Wait a few seconds for the background threads to finish.
+
+        Before calling this, interrupt their calls or stop the controller.
+        """
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_END_S)

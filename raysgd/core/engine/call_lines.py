@@ -1,8 +1,9 @@
-"""Lines: Unix sockets between the driver and a worker on its node. Such a call takes a tenth of the time of a Ray call.
+"""Lines: Unix sockets between the driver and a worker on the same node.
 
-The driver makes one Ray call to the worker's method `attend`, which serves the line until the line closes. If the
-worker dies, Ray therefore reports that this call failed. An answer that cannot be sent over the line becomes the result
-of `attend`.
+A call over a line takes a tenth of the time of a Ray call. To open a line, the driver makes one Ray call to the
+worker's method `attend`, which reads calls from the socket and answers them until the socket closes. If the worker
+dies, Ray reports that the `attend` call failed, so the driver notices the death as usual. An answer that cannot be sent
+over the line becomes the return value of `attend`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
-ARE_POSSIBLE = sys.platform == "linux"  # only Linux has Unix sockets without a file; see ADR 55
-LARGEST = 1 << 16  # bytes that a socket accepts in one message, even if the other process is suspended
-_FOREVER_S = 0.1  # longest wait for answers over lines before Ray is polled
-_SHORTLY_S = 0.002  # longest wait for Ray while other answers may arrive over lines
+ARE_POSSIBLE = sys.platform == "linux"  # only Linux has socket addresses that need no file; see ADR 55
+LARGEST = 1 << 16  # largest message in bytes; the socket buffers it even if the receiving process is suspended
+_FOREVER_S = 0.1  # longest wait for answers on sockets before Ray is polled for failures
+_SHORTLY_S = 0.002  # longest wait in Ray while answers may also arrive on sockets
 
 _SOCKETS: WeakSet[socket.socket] = WeakSet()
 
@@ -40,25 +41,26 @@ def _let_go() -> None:
         each.close()
 
 
-os.register_at_fork(after_in_child=_let_go)  # a forked process would hold a line open after one end has died
+os.register_at_fork(after_in_child=_let_go)  # a forked child would keep the sockets open after its parent died
 
 
 class Line:
     """The driver's end of a line, a Unix socket to one worker.
 
     Args:
-        attend: Starts the Ray call that serves the worker's end. Takes the address of the line.
+        attend: Starts the Ray call in which the worker connects to the socket and answers calls. Takes the socket's
+            address.
 
     Attributes:
         attending: Ray's reference to that call.
         was_joined: True once the worker has connected.
-        is_ended: True if nothing can arrive over the line any more.
+        is_ended: True once the socket has been closed by either process.
     """
 
     def __init__(self, attend: Callable[[str], Any]) -> None:
         name = f"raysgd-{secrets.token_hex(16)}"
         self._socket = _new_socket()
-        self._socket.bind(f"\0{name}")  # an address without a file, which ends with the process
+        self._socket.bind(f"\0{name}")  # an abstract address: it has no file and disappears with the process
         self._socket.listen()
         self._socket.setblocking(False)
         self.was_joined = self.is_ended = False
@@ -69,7 +71,7 @@ class Line:
         return self._socket.fileno()
 
     def send(self, message: bytes) -> bool:
-        """Send a message. Return False if the line has ended."""
+        """Send a message. Return False if the socket has been closed."""
         try:
             self._socket.send(message)
         except OSError:
@@ -77,7 +79,7 @@ class Line:
         return not self.is_ended
 
     def receive(self) -> bytes | None:
-        """Return the worker's next message, or None if none has arrived. Does not wait."""
+        """Return the worker's next message, or None if no message has arrived. Does not block."""
         try:
             if not self.was_joined and not self._is_joined():
                 return None
@@ -102,13 +104,13 @@ class Line:
         return True
 
     def hang_up(self) -> None:
-        """Close the line. The worker's `attend` then returns, and the worker can run Ray calls again."""
+        """Close the socket. The worker's `attend` call then returns, which frees the worker to run other Ray calls."""
         self.is_ended = True
         _hang_up(self._socket)
 
 
 class LineCall:
-    """A call over a line, a Unix socket to a worker. `wait` accepts it like Ray's reference to a call."""
+    """A call that was sent to a worker over a `Line`. `wait` accepts it in place of a Ray object reference."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -120,23 +122,23 @@ class LineCall:
 
     @property
     def was_heard(self) -> bool:
-        """True if the worker has connected to the line. It cannot connect from another node."""
+        """True if the worker has connected to the socket. A worker on another node never connects."""
         return self.has_answer or self.line.was_joined
 
     @property
     def is_answered(self) -> bool:
-        """True if the answer has been read from the line. Does not read from it."""
+        """True if the answer has already been read from the socket. This property does not read from the socket."""
         return self._answer is not None
 
     @property
     def has_answer(self) -> bool:
-        """True if the answer has arrived over the line. Reads the answer if it has arrived."""
+        """True if the answer has arrived. If so, this property reads it from the socket."""
         if self._answer is None and not self.line.is_ended:
             self._answer = self.line.receive()
         return self._answer is not None
 
     def answer(self) -> Any:
-        """Return the answer that has arrived.
+        """Return the worker's answer. Call this only after the answer has arrived.
 
         Raises:
             RaySystemError: The answer cannot be unpickled. `ray.get` raises the same error.
@@ -167,7 +169,10 @@ class LineEnd:
             self.hang_up()
 
     def answer(self, answer: Any) -> bool:
-        """Send an answer. Return False if it is too large, cannot be pickled, or the driver has closed the line."""
+        """Send an answer to the driver.
+
+        Return False if the answer is too large or cannot be pickled, or if the driver has closed the socket.
+        """
         try:
             message = pickle.dumps(answer, protocol=5)
         except Exception:  # pickling an object of the user may raise anything
@@ -177,13 +182,13 @@ class LineEnd:
         return False
 
     def next(self) -> bytes | None:
-        """Wait for the driver's next message and return it, or None if the driver has closed the line."""
+        """Wait for the driver's next message and return it. Return None once the driver has closed the socket."""
         with suppress(OSError):
             return self._socket.recv(LARGEST) or None
         return None
 
     def hang_up(self) -> None:
-        """Close the line."""
+        """Close the socket."""
         _hang_up(self._socket)
 
 
@@ -199,7 +204,7 @@ def _is_of_same_user(connected: socket.socket) -> bool:
 
 
 def wait(references: Collection[Any], num_returns: int, timeout_s: float | None) -> list[Any]:
-    """Wait like `ray.wait`, for Ray's references and `LineCall`s. Return the calls that have ended."""
+    """Wait like `ray.wait`, but accept `LineCall`s as well as Ray references. Return the calls that have ended."""
     import ray
 
     calls = [each for each in references if isinstance(each, LineCall)]
@@ -210,7 +215,7 @@ def wait(references: Collection[Any], num_returns: int, timeout_s: float | None)
     while len(done) < num_returns:
         left_s = _FOREVER_S if until is None else max(min(until - time.monotonic(), _FOREVER_S), 0.0)
         by_line = [each for each in calls if each not in done and not each.line.is_ended]
-        if len(by_line) + len(done) == len(references):  # only answers over lines are missing
+        if len(by_line) + len(done) == len(references):  # no Ray call is left to wait for
             if readable := _readable(by_line, left_s):
                 done |= {each for each in readable if each.has_answer}
                 continue

@@ -1,7 +1,7 @@
-"""Keeps the workers alive and runs calls on them. Nothing else in raysgd retries a call.
+"""Runs calls on the worker group and retries them after failures. No other module of raysgd retries a call.
 
 The controller runs in the driver and is synchronous: `run` blocks until every rank has answered or no further attempt
-is possible. `repair` handles failures. ADR 4 explains when snapshots are taken.
+is possible. After a failure, it uses `repair` to fix the group. ADR 4 explains when snapshots are taken.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _OF_THIS_PROGRAM: WeakSet[ElasticController] = WeakSet()
 
 
 class PlaceInLine:
-    """A position in the queue of calls, reserved for a thread that runs its call later.
+    """A position in a trainer's queue of calls, which a background call reserves before its thread starts.
 
     Attributes:
-        thread: ID of the thread that holds the position. None until that thread takes its turn.
-        is_interrupted: True if the call must not continue.
+        thread: ID of the thread that runs the call. None until the call's turn has come.
+        is_interrupted: True if the call was interrupted and must not continue.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class PlaceInLine:
 
 
 class Turns:
-    """Serializes the threads that use a lifecycle's worker group: one call at a time, in queue order."""
+    """The queue of calls to a trainer's worker group: lets one thread at a time use the group, in queue order."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -82,7 +82,7 @@ class Turns:
 
     @contextmanager
     def closed(self, why: str) -> Iterator[None]:
-        """Inside the block, reject turns that this thread tries to take. `why` is the error message."""
+        """Make this thread's calls fail inside the `with` block. `why` is the message of the raised error."""
         before = self._closed_to
         self._closed_to, self._why_closed = threading.get_ident(), why
         try:
@@ -95,7 +95,7 @@ class Turns:
             raise ValueError(self._why_closed)
 
     def reserve(self) -> PlaceInLine:
-        """Reserve a position in the queue, ahead of all calls that are made later.
+        """Reserve a position in the queue of calls, ahead of all calls that are made later.
 
         Raises:
             TrainerShutdownError: `stop` was called.
@@ -111,16 +111,16 @@ class Turns:
     def take_turn(self, place: PlaceInLine | None = None) -> Iterator[None]:
         """Run the block of a `with` statement while no other thread runs a call. A thread may nest such blocks.
 
-        If `stop` is called during the block, the group is stopped at the end of the block, and an exception of the
-        block is replaced by `TrainerShutdownError`.
+        If `stop` is called during the block, the group is stopped at the end of the block, and an exception raised in
+        the block is replaced by `TrainerShutdownError`.
 
         Args:
-            place: This thread's position in the queue, released after the block. Without it, the thread waits for
-                all positions reserved so far.
+            place: This thread's position in the queue of calls, released after the block. Without it, the thread waits
+                until all positions reserved so far have been released.
 
         Raises:
             TrainerShutdownError: `stop` was called before or during the block.
-            KeyboardInterrupt: The call with this position was interrupted.
+            KeyboardInterrupt: The call that holds `place` was interrupted.
             ValueError: This thread is inside a `closed` block.
         """
         self._check_open()
@@ -154,11 +154,11 @@ class Turns:
 
     @contextmanager
     def take_if_free(self) -> Iterator[bool]:
-        """Take a turn and yield True if no call is running or waiting. Otherwise yield False without waiting."""
+        """Run a `with` block like `take_turn`, but without waiting. Yield False if a call is running or queued."""
         if self._line or self._num_inside or not self._lock.acquire(blocking=False):
             yield False
             return
-        self._owner = threading.get_ident()  # skips the queue: a thread that queues up just now waits for this lock
+        self._owner = threading.get_ident()  # skips the queue: a thread that joins the queue now waits for this lock
         try:
             with self.take_turn():
                 yield True
@@ -174,7 +174,7 @@ class Turns:
             self.give_up(place)
 
     def give_up(self, place: PlaceInLine) -> None:
-        """Release a position, so that the threads behind it can continue."""
+        """Release a position in the queue of calls, so that the calls behind it can run."""
         with self._line_moves:
             self._line.remove(place)
             self._line_moves.notify_all()
@@ -187,7 +187,7 @@ class Turns:
                 self._line_moves.wait()
 
     def interrupt_call(self, place: PlaceInLine) -> None:
-        """Interrupt the running or waiting call with this position, as Ctrl-C would. Called from another thread."""
+        """Interrupt the running or queued call that holds `place`, as Ctrl-C would. Called from another thread."""
         with self._line_moves:
             place.is_interrupted = True
             self._line_moves.notify_all()
@@ -225,7 +225,7 @@ class Turns:
 class ElasticController(Lifecycle):
     """Runs calls on a worker group. Repairs or replaces the group when workers are lost.
 
-    The remaining arguments are documented in `Lifecycle`.
+    The base class `Lifecycle` documents the arguments that are not listed here.
 
     Args:
         scaling: Policy that decides the number of workers.
@@ -297,7 +297,7 @@ class ElasticController(Lifecycle):
             self.start_standby()
 
     def start(self, *, as_fits: bool = False) -> None:
-        """Start the workers for the first time, or adopt workers that a previous process of the trainer left running.
+        """Start the workers for the first time, or adopt workers left running by the trainer's previous process.
 
         Args:
             as_fits: True to start as many workers as fit into the free resources. False to start all workers or fail.
@@ -321,7 +321,10 @@ class ElasticController(Lifecycle):
         self.turns.stop(force)
 
     def make_room(self) -> str:
-        """If resources are short, free this program's unreferenced trainers, then stop the workers of idle trainers.
+        """If resources are short, release those held by this program's other trainers.
+
+        First, trainers that the program no longer references are garbage collected. Then idle trainers stop their
+        workers.
 
         Returns:
             If resources are still short, a description of the trainers that hold them; otherwise an empty string.
@@ -350,11 +353,13 @@ class ElasticController(Lifecycle):
         return group is not None and not group.is_driver_only and not self.has_session_ended
 
     def give_way(self) -> bool:
-        """If the trainer is idle, take a snapshot and stop its workers. Its next call starts workers from the snapshot.
+        """If this trainer is idle, take a snapshot and stop its workers, so that another trainer can use the resources.
+
+        The next call to this trainer starts new workers from the snapshot.
 
         Returns:
-            True if the workers were stopped. False if the trainer is busy, its state could be lost, its snapshot is
-            sharded over the nodes, or it must keep its workers (`use_local`, spares, a detached trainer).
+            True if the workers were stopped. False if the trainer is busy, if its state could be lost, if its snapshot
+            is sharded over the nodes, or if it must keep its workers (`use_local`, spares, a detached trainer).
         """
         spec = self.spec
         if not spec.captures or spec.use_local or spec.num_spares or keeper() is not None:
@@ -378,7 +383,7 @@ class ElasticController(Lifecycle):
         Args:
             call: The function to run on the workers, with its arguments for each rank.
             max_retries: Number of retries for failures of this call.
-            budget: Used instead of `max_retries` if several calls share their retries.
+            budget: Replaces `max_retries` if several calls share one number of retries.
 
         Raises:
             WorkerError: User code raised an exception. The error is also an instance of that exception's class. The
@@ -407,14 +412,14 @@ class ElasticController(Lifecycle):
 
     @property
     def _is_taken_up(self) -> bool:
-        """True if the workers may still be running a call of the trainer's previous process."""
+        """True if the workers may still be running a call that the trainer's previous process started."""
         kept_by = keeper()
         return kept_by is not None and kept_by.found is not None and kept_by.found.call > kept_by.num_calls
 
     def _copy_only_state(self, call: Call, budget: RetryBudget) -> None:
-        """Before a call, copy the training state to the driver, because only the workers have it.
+        """Before a call, copy the training state, which only the workers have, to the driver.
 
-        Wait until the copy arrives if survivors of a failure could not continue the call.
+        If survivors of a failure could not continue the call, wait until the copy has arrived.
 
         Raises:
             WorkersLostError: The copy was lost in transit several times.
@@ -429,15 +434,15 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def end_left_call(self) -> None:
-        """End a call that the trainer's previous process left running. First fetch state that only the workers have."""
+        """Fetch state that only the workers have, then end a call left running by the trainer's previous process."""
         with self._turn_to_copy():
             self.recovery.fetch_only_state()
             self.end_call("KeyboardInterrupt")
 
     def lend_spare(self) -> Loan | None:
-        """Lend a ready spare for `run_on_spare`. Return None if no spare is ready.
+        """Reserve a ready spare worker for a call of `run_on_spare`. Return None if no spare is ready.
 
-        If the group later needs the spare as a worker, the loan is recalled.
+        If the worker group later needs the spare to replace a lost worker, the loan is recalled.
         """
         with self.turns.take_turn():
             loan = self.ensure_group().standby.lend()
@@ -447,7 +452,7 @@ class ElasticController(Lifecycle):
 
     @property
     def has_spares(self) -> bool:
-        """True if any spare is starting, ready or on loan."""
+        """True if any spare worker is starting, ready, or on loan to a call of `run_on_spare`."""
         return self.running.standby.num_all > 0
 
     def run_on_spare(
@@ -457,12 +462,12 @@ class ElasticController(Lifecycle):
         make_args: Callable[[], Sequence[Any]],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run a call on a spare while the group runs other calls.
+        """Run a function on a spare worker while the worker group runs other calls.
 
-        If the spare is lost or joins the group, run the call again on another spare.
+        If the spare is lost or has to join the group, run the function again on another spare.
 
         Args:
-            loan: The loan of a spare from `lend_spare`. None if no spare was ready; this method then waits for one.
+            loan: The return value of `lend_spare`. If it is None, this method waits until a spare is ready.
             function: Called as `function(replica, loan_number, *args)`. It returns None if the loan was recalled.
             make_args: Creates the arguments for each attempt.
             on_wait: Called regularly during the wait.
@@ -505,7 +510,9 @@ class ElasticController(Lifecycle):
                 self.sleep(_SPARE_POLL_S)
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the current state, after it has arrived in the driver. Take a snapshot if necessary.
+        """Return a snapshot of the current state and wait until it has arrived in the driver.
+
+        If no snapshot has the current state, take one first.
 
         Raises:
             WorkersLostError: The snapshot was lost in transit several times.
@@ -520,7 +527,10 @@ class ElasticController(Lifecycle):
         raise WorkersLostError(_LOST_ON_ITS_WAY)
 
     def newest_snapshot(self) -> NewestSnapshot:
-        """Return a snapshot of the current state once the workers have copied it. It may still be in transit."""
+        """Return a snapshot of the current state as soon as the workers have copied it.
+
+        The snapshot may still be in transit to the driver: see `NewestSnapshot.result`.
+        """
         with self._turn_to_copy():
             self.snapshots.poll()
             if not self._is_known:
@@ -533,14 +543,17 @@ class ElasticController(Lifecycle):
         return self.snapshots.is_known(has_group=self.group is not None)
 
     def landed_snapshot(self) -> Snapshot | None:
-        """Return the newest snapshot, after it has arrived. Return None if the shared state has changed since."""
+        """Wait until the newest snapshot has arrived in the driver, and return it.
+
+        Return None if state that all ranks share, such as the model, has changed since the snapshot was taken.
+        """
         with self._turn_to_copy():
             self._monitor.await_snapshot()
             return self.snapshots.landed if self.snapshots.shares_current else None
 
     @contextmanager
     def _turn_to_copy(self) -> Iterator[None]:
-        """Take a turn. Turn the monitor off at the end."""
+        """Wait in the queue of calls, then run the `with` block. Turn the monitor off at the end."""
         with self.turns.take_turn():
             try:
                 yield
@@ -551,7 +564,7 @@ class ElasticController(Lifecycle):
         """Request heartbeats from the workers and return the trainer's status.
 
         Args:
-            samples_per_s: Throughput of the last training call. Used if no training call is running.
+            samples_per_s: The last training call's throughput. Used if no training call is running.
         """
         if self.is_stopped or not self.has_session_ended:
             self.check_active()
@@ -563,8 +576,9 @@ class ElasticController(Lifecycle):
         """Return the trainer's status without contacting the workers.
 
         Args:
-            last_heartbeats: Heartbeats at the end of the last training call. Used if no training call is running.
-            samples_per_s: Throughput of the last training call. Used if no training call is running.
+            last_heartbeats: The ranks' heartbeats at the end of the last training call. Used if no training call is
+                running.
+            samples_per_s: The last training call's throughput. Used if no training call is running.
         """
         heartbeats = self.monitor.heartbeats if self.monitor is not None else {}
         is_training = any(heartbeat.is_training for heartbeat in heartbeats.values())
@@ -596,14 +610,14 @@ class ElasticController(Lifecycle):
             function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
             args = call.args_for(group.worlds)
-            kept: type[Exception] = UnpicklableError  # after this error, keep the group: nothing was sent to it
+            kept: type[Exception] = UnpicklableError  # after this error, keep the group: no rank received the call
             try:
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
                     return values
                 if self._is_left(report):
                     return self._left(group, report)
-                kept = WorkerError  # after this error, keep the group: its ranks are in sync, or it was already killed
+                kept = WorkerError  # after this error, the group is in sync or was already killed
                 held = None
                 if not report.ok and call.leaves is not None and call.leaves():
                     held = self.recovery.leave_with_survivors(report)
@@ -618,7 +632,7 @@ class ElasticController(Lifecycle):
                     self.recovery.fetch_only_state()
                     self.end_call(type(error).__name__)
                 if isinstance(error, RanksDifferError):
-                    self.snapshots.forget_calls()  # one of these calls may have made the states diverge
+                    self.snapshots.forget_calls()  # repeating these calls may cause the same divergence
                 if not self.is_ending:
                     self.snapshots.note_broken_off(call, has_group=self.group is not None)
                 raise
@@ -626,21 +640,26 @@ class ElasticController(Lifecycle):
                 number = replace(number, attempt=number.attempt + 1, is_resumed=is_inside)
 
     def _mended(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
-        """Change the group after a failure or while its ranks wait at a step. Return True if the call can resume."""
+        """Repair the group after a failure, or change its members while its ranks wait between two steps.
+
+        Return True if the call can resume where it stopped.
+        """
         return self.recovery.change_held(report) if report.ok else self.recovery.recover(call, report, budget)
 
     def _is_left(self, report: GroupReport) -> bool:
-        """Return True if all ranks stopped at a step so that the call can end early."""
+        """Return True if all ranks stopped after the same step because the call should end early."""
         values = [each.value for each in report.values] if report.ok else []
         if not values or not all(isinstance(each, HeldAtStep) for each in values):
             return False
         return self._monitor.is_leaving or all(each.is_planned for each in values)
 
     def _left(self, group: WorkerGroup, report: GroupReport) -> list[Capture]:
-        """End a call early, after all its ranks stopped at a step. Take a snapshot of that step and wait for it.
+        """End a call early, after all ranks stopped at the same step.
+
+        Takes a snapshot of that step's state and waits until it has arrived in the driver.
 
         Returns:
-            Each rank's capture, a reference to the copy of its state.
+            By rank, the rank's part of the snapshot.
         """
         captures: list[Capture] = [answer.value.part for answer in report.values]
         self.snapshots.take_from(group, captures)
@@ -649,9 +668,10 @@ class ElasticController(Lifecycle):
         return captures
 
     def hold_to_leave(self, call: Call) -> None:
-        """Stop the call at the next step if it should end early. Called between steps if the driver is the only worker.
+        """Stop the call at the next step if it should end early.
 
-        If there are other workers, the monitor does this while the driver waits for the call.
+        The call itself runs this between steps if the driver is the only worker. If there are other workers, the
+        monitor stops the call while the driver waits for their answers.
         """
         if self._left_by_driver is not call:
             self._left_by_driver = call
@@ -667,7 +687,7 @@ class ElasticController(Lifecycle):
         args: Sequence[Sequence[Any]],
         number: CallNumber | None,
     ) -> tuple[GroupReport, list[Any] | None]:
-        """Run the call once. If it changed the state, record the call and take the snapshot that came with the answers.
+        """Run the call once. If it changed the training state, record it and store the snapshot sent with the answers.
 
         Returns:
             The report, and the values by rank. The values are None unless all ranks completed the call.
@@ -719,10 +739,8 @@ class ElasticController(Lifecycle):
     def _adapt(self, call: Call) -> None:
         """Before a call, move workers off nodes that are being removed, and grow the group if resources are free.
 
-        This uses no retry.
-
-        Does nothing if the trainer's previous process left ranks that may already be inside the call: such a group can
-        change only at a step of the call.
+        This uses no retry. It does nothing if the group was adopted from the trainer's previous process and its ranks
+        may already be running the call: then the group can change only between two steps.
         """
         kept_by = keeper()
         if kept_by is not None and kept_by.found is not None:
@@ -736,7 +754,7 @@ class ElasticController(Lifecycle):
             self._grow_if_possible(call)
 
     def _leave_nodes(self) -> None:
-        """Move the workers off nodes that are being removed, in place if possible."""
+        """Move the workers off nodes that are being removed. Restart all workers only if that is unavoidable."""
         self._monitor.watch()
         in_place = self.recovery.can_change()
         if in_place is None:  # workers were lost; the call will fail, and recovery handles the loss
@@ -750,7 +768,7 @@ class ElasticController(Lifecycle):
             self.recovery.restart_workers(*failed)
 
     def _grow_if_possible(self, call: Call) -> None:
-        """If resources are free, let more workers join in place, or restart as a larger group."""
+        """If resources are free, let more workers join the group, or if they cannot, restart as a larger group."""
         group, most = self.ensure_group(), self.scaling.max_workers
         self.start_spares()
         if len(group) >= most:
@@ -776,11 +794,11 @@ class ElasticController(Lifecycle):
     def renew(self, function: Callable[..., Any], *args: Any) -> None:
         """Rebuild the replicas in the existing worker processes and discard the trained state.
 
-        This has the effect of a restart without the time to start processes. Before calling it, make sure that workers
-        that start later get the same arguments.
+        This has the same effect as a restart but saves the time to start processes. Before calling it, change the group
+        spec so that workers started later are built with the same arguments.
 
         Args:
-            function: Called as `function(replica, *args)` on each worker. Returns the same facts as `Replica.setup`.
+            function: Called as `function(replica, *args)` on each worker. Returns what `Replica.setup` returns.
             args: Further arguments of `function`.
 
         Raises:
@@ -792,7 +810,7 @@ class ElasticController(Lifecycle):
         if group is None:
             self.restart()
             return
-        self.landed_snapshot()  # wait for a snapshot in transit: its source is about to be discarded
+        self.landed_snapshot()  # wait for a snapshot in transit: the workers are about to discard it
         self.snapshots.begin_again()
         group.standby.kill_all()
         call = Call(function, lambda worlds: [args] * len(worlds), changes_state=True, leaves_as_new=True)
@@ -800,7 +818,10 @@ class ElasticController(Lifecycle):
             self.keep_facts(self.run(call))
 
     def restart(self) -> None:
-        """Start new processes and discard the trained state, for replicas that cannot be rebuilt in their process."""
+        """Replace all worker processes and discard the trained state.
+
+        Used instead of `renew` for replicas that cannot be rebuilt in the same process.
+        """
         self.snapshots.begin_again()
         self.kill_group()
         self.ensure_group()

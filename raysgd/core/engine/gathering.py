@@ -1,4 +1,4 @@
-"""Gathers the answers to remote calls. Decides how long to wait for the remaining ranks after a failure."""
+"""Gathers the workers' answers to a call. After a failure, decides how long to wait for the remaining ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from raysgd.exceptions import OnFailure
 # How long to wait for further answers after a failure:
 _DEATH_GRACE_S = 0.05  # after a death: simultaneous deaths are reported within this time
 _CONNECTION_GRACE_S = 5.0  # after a lost connection: nearly always a worker has died, which Ray reports soon
-_SHORT_CONNECTION_GRACE_S = 0.3  # the same if survivors are polled afterwards: Ray may report a lost node much later
+_SHORT_CONNECTION_GRACE_S = 0.3  # used instead if survivors are polled next: Ray may report a lost node late
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for the failed rank in a collective never answer
-_LONGEST_USER_GRACE_S = 5.0  # the same after a long call: other ranks may reach the same exception later
+_LONGEST_USER_GRACE_S = 5.0  # used instead after a long call: other ranks may raise it later
 _POLL_S = 0.1
 _LOOK_S = 0.005
-_TICK_S = 0.001  # shorter times count as zero, because sums of seconds are not exact
-_POLL_S_EACH = 0.0005  # per call: polling a thousand calls takes Ray a millisecond
+_TICK_S = 0.001  # shorter times count as zero, because adding seconds causes rounding errors
+_POLL_S_EACH = 0.0005  # pause per call between two polls: Ray takes a millisecond to poll a thousand calls
 
 
 class Listener:
-    """Gathers the answers of remote calls. Decides how long to keep waiting after a failure.
+    """Gathers the workers' answers to a call. After a failure, decides how long to wait for the remaining ranks.
 
     Args:
         references: Ray's references to the calls, by rank.
-        asks_survivors: True if the caller polls the survivors afterwards. Then the cause of a broken connection need
-            not be known here.
+        asks_survivors: True if the caller polls the survivors afterwards. After a broken connection, the wait is then
+            shorter, because that poll reveals which rank died.
         platform: Fetches the answers. Default: from Ray.
     """
 
@@ -47,14 +47,14 @@ class Listener:
         self._listened_s = self._last_answer_s = 0.0
 
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
-        """Limit the wait in `listen` to the grace period, because the rank in the driver failed.
+        """Make `listen`, which runs in another thread, return after a grace period, because the driver's rank failed.
 
-        Called from a thread other than that of `listen`. After this method returns, the callback `on_wait` of `listen`
-        is not running and is never called again, so objects that it uses can be closed. This holds even after one
-        Ctrl-C during this method. A second Ctrl-C makes it return early.
+        After this method returns, the callback `on_wait` of `listen` is not running and is never called again, so the
+        objects that it uses can be closed. This holds even after one Ctrl-C during this method. A second Ctrl-C makes
+        the method return early.
 
         Args:
-            kinds: The kinds of failure of the rank in the driver.
+            kinds: How the rank in the driver failed.
         """
         self._kinds_of_driver |= set(kinds)
         self._is_stopped = True
@@ -69,7 +69,7 @@ class Listener:
         """Wait until all ranks have answered or the cause of a failure is clear. Return the outcomes by rank.
 
         Args:
-            on_wait: Called regularly during the wait, until the first failure.
+            on_wait: Called regularly while waiting, until the first failure.
         """
         if not self._references:
             return {}
@@ -119,7 +119,7 @@ class Listener:
         return outcomes
 
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
-        """Return for how many more seconds to wait for missing ranks, given the remote and local failures so far."""
+        """Return how many more seconds to wait for missing ranks, given the failures of all ranks so far."""
         kinds = self._kinds_of_driver | {found.failure.kind for found in outcomes.values() if found.failure}
         ran_s = self._failed_at - self._began
         return grace_s(kinds, self._asks_survivors, ran_s, self._last_answer_s) - self._listened_s
@@ -128,15 +128,15 @@ class Listener:
 def grace_s(
     kinds: Set[FailureKind], asks_survivors: bool = False, ran_s: float = 0.0, last_answer_s: float = 0.0
 ) -> float:
-    """Return for how many seconds to wait for further answers, counted from the first failure.
+    """Return how many seconds to wait for further answers, counted from the first failure.
 
     Args:
         kinds: The kinds of failure known so far.
-        asks_survivors: True if the caller polls the survivors afterwards.
+        asks_survivors: True if the caller polls the survivors afterwards, which reveals which rank died.
         ran_s: Seconds from the start of the call to the first failure.
         last_answer_s: Seconds from the first failure to the last answer.
     """
-    if "died" in kinds:  # with `asks_survivors`, each answer now saves interrupting and polling that rank later
+    if "died" in kinds:  # ranks that answer now need not be interrupted and polled later
         return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S) if asks_survivors else _DEATH_GRACE_S
     if kinds == {"disconnected"}:
         return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S
@@ -146,7 +146,7 @@ def grace_s(
 def roll_call(
     platform: Platform, references: Mapping[int, Any], num_others: int, heartbeat_s: float
 ) -> dict[int, Outcome]:
-    """Wait for the answers of ranks that were polled to find which ranks are alive.
+    """Wait for the answers to a poll that finds out which ranks are alive.
 
     Args:
         platform: Fetches the answers from Ray.
@@ -171,7 +171,9 @@ def roll_call(
 
 
 def await_all(platform: Platform, references: Collection[Any], timeout_s: float) -> None:
-    """Wait until all calls have ended, up to `timeout_s`. Time in which this process was stalled does not count.
+    """Wait up to `timeout_s` until all calls have ended.
+
+    Time during which this process was stalled does not count towards the timeout.
 
     Args:
         platform: Polls the calls.

@@ -28,24 +28,25 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, TrainerShutdow
 
 logger = logging.getLogger(__name__)
 
-_LATE_S = 2.0  # `ask_beside` omits the answers of ranks that take longer; they are not killed
+_LATE_S = 2.0  # `ask_beside` returns without the answers of ranks that take longer
 _POLL_S = 0.1
 _STUCK_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class WorkerGroup:
-    """The workers of a trainer by rank. `start` may be called once; `stop` and `kill` are final.
+    """A trainer's workers, ordered by rank. `start` may be called once, and after `stop` or `kill`, no worker is left.
 
     Attributes:
-        slots: The group's slots in the cluster.
-        standby: The group's standby workers.
+        slots: The group's slots: reserved resources for one worker each.
+        standby: Workers outside the group that are starting or ready to join.
         workers: The driver's handles to the workers, by rank. Unordered until `start` has assigned ranks.
         infos: Node, process and GPUs of each worker, by rank.
         worlds: The `World` of each rank: rank, size, local rank and so on.
         gone: Ranks that were removed since the group was formed.
-        silent: Ranks that did not answer in the last `settle`, although no death was reported.
-        stuck: Ranks that answered in the last `settle` but did not finish their work. They may have finished since.
+        silent: Ranks that did not answer a poll in the last `settle`, although Ray did not report their death.
+        stuck: Ranks that answered the poll in the last `settle` but did not finish the failed call in time. They may
+            have finished it since.
     """
 
     def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
@@ -64,7 +65,7 @@ class WorkerGroup:
         self.stuck: set[int] = set()
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
-        self._unanswered: dict[int, Any] = {}  # by rank: calls that the last `_gather` left unanswered
+        self._unanswered: dict[int, Any] = {}  # by rank: calls for which the last `_gather` got no answer
         self._listening: dict[Any, tuple[str, int]] = {}
         self._has_listened = False
 
@@ -102,16 +103,16 @@ class WorkerGroup:
     def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
         """Start the workers and connect them. If too few workers start, kill them and release the resources.
 
-        If a worker dies before the workers are connected, a replacement is started if that is still allowed. The start
-        waits for replacements only if too few workers are ready. Otherwise the replacements join later.
+        If a worker dies before the workers are connected, a replacement is started, as long as replacements are left.
+        This method waits for replacements only if too few workers are ready. Otherwise the replacements join later.
 
         Args:
             reservation_timeout_s: How long to wait until the resources are granted. Default: the spec's timeout.
-            min_workers: Number of workers that must be ready before they are connected. Default: all.
+            min_workers: Number of workers that must be ready before the workers are connected. Default: all workers.
 
         Returns:
             A report with what each replica's `setup` returned, or the report of the step that failed. If workers failed
-            while they connected or later, `renew` can continue with the survivors.
+            after the workers began to connect, `renew` can form a group of the survivors.
 
         Raises:
             ReservationTimeoutError: The resources were not granted in time.
@@ -147,7 +148,7 @@ class WorkerGroup:
             self._startup.watch_worker(worker)
         self._check_wanted()
         if slot_of_driver is not None:
-            # Only now: the remote workers have received their copies of the connection without the driver's GPUs.
+            # This must come after the remote workers have received copies of the connection, which are for other GPUs.
             spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())
 
     def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
@@ -157,7 +158,7 @@ class WorkerGroup:
             A report with the `WorkerInfo` of each ready worker, or the report of the failure.
         """
         num_workers = len(self.workers)
-        placed = self._submit("describe", ranks=self.remote_ranks)  # answered even during the user's hook
+        placed = self._submit("describe", ranks=self.remote_ranks)  # is answered even during the user's hook
         calls = self._submit("prepare", self._spec.initialization_hook)
         if placed and not self.slots.are_own:
             self._await_placement(list(placed.values()), timeout_s)
@@ -186,10 +187,10 @@ class WorkerGroup:
         return GroupReport((*report.outcomes, *(Outcome(-1, each.info) for each in joining)))
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
-        """Wait until Ray has placed all actors. In an outer placement group, actors may have to wait for resources.
+        """Wait until Ray has started all actors, which may wait for resources in an existing placement group.
 
         Raises:
-            ReservationTimeoutError: Some actors were not placed in time.
+            ReservationTimeoutError: Some actors were not started in time.
         """
         import ray
 
@@ -209,7 +210,7 @@ class WorkerGroup:
             self._startup.watch_worker(each.worker)
 
     def _build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
-        """Start the calls in which all ranks join the group and build their replicas. Return the calls by rank."""
+        """Start a call on each rank that joins the group and builds the rank's replica. Return the calls by rank."""
         make_replica = self._spec.make_replica
         return {
             rank: worker.submit("build", self.worlds[rank], rendezvous, make_replica, captures)
@@ -219,16 +220,20 @@ class WorkerGroup:
     def _connect(
         self, join: Callable[[Rendezvous], Mapping[int, Any]], on_wait: Callable[[], None] | None = None
     ) -> GroupReport:
-        """Make every rank listen for connections, then connect the ranks with `join`.
+        """Make every rank listen on a port, then connect the ranks to each other.
+
+        Args:
+            join: Starts the calls in which the ranks connect, given all addresses. Returns the calls by rank.
+            on_wait: Called regularly during the wait.
 
         Returns:
-            The answers of `join`. If a rank could not listen, the report contains its failure, and the other ranks
-            count as unanswered.
+            The answers to the calls of `join`. If a rank could not listen, the report contains its failure, and the
+            other ranks count as unanswered.
         """
         hosts = hosts_of(self.infos)
         listening, self._listening = self._listening, {}
         addresses = {rank: listening[worker] for rank, worker in enumerate(self.workers) if worker in listening}
-        # Opening an endpoint also makes a rank leave its old group.
+        # `open_endpoint` also makes a rank leave its old group.
         if self.is_driver_only and not self._spec.connection.listens_alone and not self._has_listened:
             addresses.setdefault(0, (hosts[0], 0))
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
@@ -250,12 +255,16 @@ class WorkerGroup:
         self.num_workers, self.gone = len(self.workers), set()
 
     def take_over(self, kept: KeptGroup) -> None:
-        """Adopt workers and slots that a previous process left."""
+        """Adopt workers and slots left behind by the trainer's previous process."""
         self.give_ranks(kept.workers, kept.infos)
         self.slots.take_over(kept.slots, [worker.slot for worker in kept.workers])
 
     def to_keep(self, facts: Sequence[Any]) -> KeptGroup:
-        """Return what another process needs to adopt these workers."""
+        """Return what a later process of the trainer needs to adopt these workers.
+
+        Args:
+            facts: What the replicas' `setup` returned, by rank.
+        """
         return KeptGroup(self.workers, self.infos, self.slots, facts)
 
     # ------------------------------------------------------------------------------------------------ calls
@@ -277,13 +286,15 @@ class WorkerGroup:
             function: Called with the replica and the rank's arguments.
             args_by_rank: The arguments of each rank.
             capture: True to copy the state after the call.
-            landed: The workers' token of the newest snapshot that has arrived in the driver.
-            number: Number of the call. A worker that receives the same number again only repeats its reply.
+            landed: Token of the newest snapshot that has arrived in the driver. Workers can discard older copies.
+            number: Number of the call. A worker that receives the same number again repeats its reply without running
+                the call.
             on_wait: Called regularly during the wait.
-            by_line: True to send the call over a line (see `call_lines`) if possible, which is faster than a Ray call.
+            by_line: True to send the call over a Unix socket if possible, which is faster than a Ray call. See
+                `call_lines`.
         """
         workers = self.workers
-        packed: dict[int, tuple[Any, ...]] = {}  # by the arguments' `id`, because ranks often share them
+        packed: dict[int, tuple[Any, ...]] = {}  # by the `id` of the arguments, because ranks often share one object
         calls = {}
         for rank, args in args_by_rank.items():  # pack all before sending any: if packing fails, no rank has started
             if not workers[rank].is_local and id(args) not in packed:
@@ -328,10 +339,10 @@ class WorkerGroup:
     def _gather_both(
         self, local: Mapping[int, LocalCall], listener: Listener, on_wait: Callable[[], None] | None
     ) -> dict[int, Outcome]:
-        """Run the local rank's call in this thread while another thread gathers the remote answers.
+        """Run the local rank's call in this thread while another thread gathers the remote ranks' answers.
 
-        If the local rank waits for a remote rank that failed, the group is interrupted or the remote workers are
-        killed, because otherwise the local call would never return.
+        If a remote rank fails while the local rank waits for it in a collective, the local call would never return. In
+        this case the collectives are interrupted, or if that does not help, the remote workers are killed.
         """
         answers: dict[int, Outcome] = {}
         is_local_done = self._platform.make_event()
@@ -355,7 +366,7 @@ class WorkerGroup:
         return {**outcomes, **answers}
 
     def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event, left_s: float) -> bool:
-        """Return True if the remote workers must be killed, because the local call would not return otherwise."""
+        """Return True if, after a remote failure, only killing the remote workers makes the local call return."""
         if all(found.ok for found in answers.values()):
             return False
         own_time = OwnTime(self._platform.now)
@@ -373,20 +384,31 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ during calls
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` in a rank's second thread, even during a call. Return a `Transfer`."""
+        """Run `function(replica, *args)` in a rank's second thread, even during a call.
+
+        Returns:
+            A `Transfer`, which receives the function's result.
+        """
         return self._platform.transfer(self.submit_beside(rank, function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Run `function(replica, *args)` in a rank's third thread and return the result's transfer.
+        """Run `function(replica, *args)` in a rank's third thread, for functions with a large result.
 
-        Unlike in the second thread, sending a large result does not delay heartbeats.
+        Sending a large result from the second thread would delay the rank's heartbeats.
+
+        Returns:
+            A `Transfer`, which receives the function's result.
         """
         return self._platform.transfer(self.workers[rank].submit("send", function, *args))
 
     def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> Transfer:
-        """Fetch a shard from each rank with `function(replica, token)`. Store copies that survive the loss of a node.
+        """Fetch a shard of the state from each rank, and store copies that survive the loss of a node.
 
         A shard is copied to a partner rank on another node, or to the driver if there is no such partner.
+
+        Args:
+            function: Called on each rank as `function(replica, token)`. Returns the rank's shard.
+            tokens: The token of each rank's shard, by rank.
         """
         parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
         keepers = rank_rules.keepers(self.infos, self._platform.home)
@@ -399,7 +421,7 @@ class WorkerGroup:
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
     ) -> dict[int, Any]:
-        """Call `method` on the workers of `ranks` (default: all ranks), even while they run other calls.
+        """Call the worker method `method` on `ranks` (default: all ranks), even while they run other calls.
 
         Returns:
             The answers that arrive in time, by rank.
@@ -414,11 +436,14 @@ class WorkerGroup:
         return {found.rank: found.value for found in outcomes if found.ok or found.rank not in remote}
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Start `function(replica, *args)` in a rank's second thread, even during a call. `poll` takes the result."""
+        """Start `function(replica, *args)` in a rank's second thread, even during a call.
+
+        Pass the returned reference to `poll` to get the outcome.
+        """
         return self.workers[rank].submit("beside", function, *args)
 
     def poll(self, rank: int, call: Any) -> Outcome:
-        """Return the current outcome of a call that `submit_beside` started."""
+        """Return the current outcome of a call started by `submit_beside`, without waiting for it."""
         return self._platform.outcome(rank, call)
 
     def store(self, value: Any) -> SharedValue:
@@ -428,18 +453,21 @@ class WorkerGroup:
     def share(self, value: Any) -> list[Any]:
         """Return `value` as an argument for each rank. Remote ranks get a reference to one stored copy."""
         stored = value if isinstance(value, SharedValue) else SharedValue(value, None)
-        if stored.reference is None:  # even after `store`, if the driver was the only worker at that time
+        if stored.reference is None:  # `store` does not use Ray's store if the driver is the only worker
             stored = self.store(stored.value)
         return [stored.value if worker.is_local else stored.reference for worker in self.workers]
 
     # --------------------------------------------------------------------------------------------- survivors
 
     def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
-        """After a failed call, interrupt ranks that wait for lost ranks. Return the ranks that can still be used.
+        """After a failed call, find the survivors: interrupt ranks that wait for lost ranks, and let them finish.
 
         Args:
             report: The outcomes of the failed call.
-            tell_stuck: Called once if a live rank takes long to finish its work.
+            tell_stuck: Called once if a live rank takes long to finish the failed call.
+
+        Returns:
+            The ranks that can still be used.
         """
         unanswered, self._unanswered = self._unanswered, {}
         lost = {found.rank for found in report.outcomes if found.has_died}
@@ -452,14 +480,14 @@ class WorkerGroup:
         return [rank for rank in range(len(self.workers)) if rank not in lost]
 
     def settle_any(self) -> list[int]:
-        """Like `settle`, but for ranks that may be in any call, even a call of a previous process."""
+        """Do the same as `settle` for ranks that may be in any call, even a call started by a previous process."""
         self.interrupt()
         behind = self._submit("execute", _nothing, ranks=self.remote_ranks)
         self._unanswered = {**self._unanswered, **behind}
         return self.settle(GroupReport(()))
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
-        """Return which of these idle ranks are alive. Add ranks that do not answer to `silent`."""
+        """Poll `ranks`, which must be idle, and return the ranks that answer. Add the others to `silent`."""
         remote = set(self.remote_ranks)
         calls = self._submit("describe", ranks=[rank for rank in ranks if rank in remote])
         answers = self._roll_call(calls, len(ranks) - len(calls))
@@ -474,11 +502,11 @@ class WorkerGroup:
             infos: Node and process of each rank's worker, by rank, before the loss.
 
         Returns:
-            The lost nodes. None if a lost rank's node still has workers or is the driver's node, or if some of the
-            nodes are alive and each lost only one worker.
+            The lost nodes. None if a lost rank's node still has workers, if it is the driver's node, or if nodes that
+            lost only one worker each are still alive.
         """
         emptied = emptied_nodes(lost, infos)
-        if not emptied or self._platform.home in emptied:  # the driver's node must be alive, because this code runs
+        if not emptied or self._platform.home in emptied:  # the driver's node is alive, because this code runs on it
             return None
         addresses = tuple(emptied.values())
         if not self._platform.living_nodes() & emptied.keys():
@@ -486,7 +514,12 @@ class WorkerGroup:
         return LostNodes(addresses) if len(lost) > len(emptied) else None
 
     def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
-        """Wait until these calls of survivors finish. Return the ranks that died or did not finish in time."""
+        """Wait until the survivors' calls finish. Return the ranks that died or did not finish in time.
+
+        Args:
+            calls: The unfinished calls, by rank.
+            tell_stuck: Called once if a call takes long.
+        """
         platform, timeout_s = self._platform, self._spec.settle_timeout_s
         own_time, has_told = OwnTime(platform.now), False
         while calls and (waited_s := own_time.look()) < timeout_s:
@@ -497,12 +530,12 @@ class WorkerGroup:
                 has_told = True
         outcomes = [platform.outcome(rank, call) for rank, call in calls.items()]
         self.stuck = {found.rank for found in outcomes if not found.answered}
-        if self.stuck and not has_told:  # if the driver itself stalled, the loop may have skipped this
+        if self.stuck and not has_told:  # the loop may have skipped this if the driver stalled
             tell_stuck()
         return self.stuck | {found.rank for found in outcomes if found.has_died}
 
     def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """Interrupt collectives on `ranks`. Return the calls that do so on remote ranks, without waiting for them."""
+        """Interrupt collectives on `ranks`. Does not wait for remote ranks, but returns their calls of `interrupt`."""
         calls = self._submit("interrupt", ranks=ranks)
         for rank, call in [*calls.items()]:
             if isinstance(call, LocalCall):
@@ -513,10 +546,10 @@ class WorkerGroup:
         return roll_call(self._platform, references, num_others, self._spec.heartbeat_s)
 
     def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
-        """Make the survivors leave their group. Return the progress of each survivor.
+        """Make the survivors leave their group. Return each survivor's progress.
 
-        They also start listening for the next group, which saves a round trip. The addresses are usable only if the
-        next group's hosts stay the same, for example if no other worker joins.
+        The survivors also start to listen for the ranks of the next group, which saves a round trip later. Their
+        addresses can be used only if the next group needs the same host names, for example if no other worker joins.
         """
         hosts = dict(zip(survivors, hosts_of([self.infos[rank] for rank in survivors]), strict=True))
         calls = {rank: self.workers[rank].submit("leave_group", host) for rank, host in hosts.items()}
@@ -551,13 +584,14 @@ class WorkerGroup:
         Args:
             survivors: Ranks in the old group. They have already left it.
             joining: Workers taken from `standby`.
-            handover: The new ranks that receive the state, and the rank that sends it.
+            handover: Which new rank sends the training state, and which new ranks receive it.
             on_wait: Called regularly during the wait.
-            places: The new rank of each worker, survivors first. Default: 0, 1, 2 and so on in this order.
+            places: Each worker's new rank, first for the survivors, then for the joining workers. Default: 0, 1, 2 and
+                so on.
 
         Returns:
-            A report with what each replica's `regroup` returned, or the report of a failure, after which the group is
-            unusable.
+            A report with what each replica's `regroup` returned, or a report with the failure. After a failure, the
+            group is unusable.
         """
         self._give_places(survivors, joining, places)
         handover = handover.by_node(self.worlds)
@@ -584,11 +618,12 @@ class WorkerGroup:
         Args:
             survivors: Ranks in the old group. They have already left it.
             joining: Workers taken from `standby`.
-            on_wait: Called regularly during the wait. Default: kill frozen workers, as during a start.
+            on_wait: Called regularly during the wait. The default kills frozen workers, as during a start.
             captures: True to copy the replicas' state after `setup`.
 
         Returns:
-            A report with what each `setup` returned, or the report of a failure, after which the group is unusable.
+            A report with what each replica's `setup` returned, or a report with the failure. After a failure, the group
+            is unusable.
         """
         self._look_after(joining)
         self._give_places(survivors, joining)
@@ -619,7 +654,7 @@ class WorkerGroup:
         self._kill_remote()
 
     def _kill_remote(self) -> None:
-        """Kill the remote workers and interrupt the local worker, which may wait for them. Any thread may call this."""
+        """Kill the remote workers and interrupt the local worker, which may wait for them. Callable from any thread."""
         for worker in tuple(self.workers):
             if isinstance(worker, RemoteWorker):
                 worker.kill()
@@ -664,10 +699,10 @@ def _nothing() -> None:
 
 
 class GroupHooks:
-    """Hooks of a front end, called in the driver when a trainer's groups start, change, fail and end.
+    """Callbacks through which a front end, such as `TorchTrainer`, learns that a worker group starts, changes or ends.
 
-    A hook may use the group that it receives. It must not call the controller, which is waiting for the hook. By
-    default, hooks do nothing.
+    They run in the driver. A hook may use the group that it receives. It must not call the controller, which is waiting
+    for the hook. By default, hooks do nothing.
     """
 
     def on_start(self, group: WorkerGroup) -> GroupReport | None:

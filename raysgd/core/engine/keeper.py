@@ -1,7 +1,8 @@
-"""Lets workers outlive their controller's process, and lets a later process find and use them.
+"""Lets a detached trainer's workers outlive the trainer's process, so that a later process can find and use them.
 
-Only a detached trainer has a `Keeper`. It stores the worker group and counts the calls that change the training state.
-Each worker stores the number of its last state-changing call and its reply to that call.
+A detached trainer runs in a Ray actor. Its `Keeper` saves a description of the worker group outside the process, and
+counts the calls that change the training state. Each worker stores the number of its last state-changing call and its
+reply to that call, so a later process can tell whether the call has already run.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class CallNumber:
     """Identifies a call. A worker that receives the same number twice runs the call once and repeats its reply.
 
     Attributes:
-        call: Number of calls that change the training state, up to and including this call.
-        attempt: Number of earlier attempts at this call.
+        call: Sequence number among the trainer's calls that change the training state, from 1.
+        attempt: Number of earlier attempts to run this call.
         is_resumed: True if the attempt resumes an interrupted call.
         function: Name of the call's function.
     """
@@ -59,8 +60,8 @@ class Keeper:
 
     Attributes:
         num_calls: Number of state-changing calls that were started.
-        found: The newest call number found on the adopted workers. None if they have none, or once `number` has used
-            it.
+        found: The newest call number stored on the adopted workers. None if the workers have stored no number, or after
+            `number` has been called.
     """
 
     def __init__(self, trainer: str, write: Callable[[bytes], object]) -> None:
@@ -80,13 +81,13 @@ class Keeper:
         self._write(cloudpickle.dumps(group))
 
     def take_up(self, group: bytes | None) -> None:
-        """Set the pickled group that the previous process saved, for `find`."""
+        """Set the pickled group saved by the trainer's previous process, which `find` then unpickles."""
         self._group = group
 
     def find(self) -> KeptGroup | None:
-        """Return the group that the previous process saved, and kill the trainer's other workers.
+        """Return the group saved by the trainer's previous process, and kill all other workers of the trainer.
 
-        Return None if no group was saved. Later calls also return None.
+        Return None if no group was saved, or if this method was called before.
         """
         kept, self._group = self._group, None
         if kept is None:
@@ -96,9 +97,10 @@ class Keeper:
         return group
 
     def number(self, call: Any) -> CallNumber | None:
-        """Return the number for a call that is about to start, or None if the call does not change the state.
+        """Return the number for a call that is about to start, or None if the call does not change the training state.
 
-        If the previous process died during the same call, return the number that the workers stored for it.
+        If the trainer's previous process died during the same call, return the number that the workers stored for the
+        call, so that they do not run it twice.
         """
         if not call.changes_state:
             return None
@@ -129,11 +131,11 @@ _KEEPER: Keeper | None = None
 
 
 def keep(keeper: Keeper) -> None:
-    """Set this process's keeper. Workers started from now on outlive the process."""
+    """Use `keeper` in this process. Workers started from now on outlive the process."""
     global _KEEPER
     _KEEPER = keeper
 
 
 def keeper() -> Keeper | None:
-    """Return this process's keeper, or None if its workers end together with the process."""
+    """Return this process's `Keeper`, or None if the workers end together with the process."""
     return _KEEPER

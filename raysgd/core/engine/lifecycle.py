@@ -1,6 +1,6 @@
-"""The lifecycle of a trainer's worker group: starts it, finds resources for more workers, and stops it.
+"""The lifecycle of a trainer's worker group: starting it, finding resources for more workers, and stopping it.
 
-`repair` handles failures of workers.
+Failures of workers are handled in the module `repair`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 4
 RELEASE_S = 60.0  # longest wait until Ray has released a reservation
-_REPLACEMENTS = START_ATTEMPTS - 1  # per worker, while a group starts: as many as there are retries
+_REPLACEMENTS = START_ATTEMPTS - 1  # per worker, while a group starts: the number of retries of a start
 SETTLE_S = 1.0  # Ray's view of free resources lags by a few hundred milliseconds
 _RETURN_S = 10.0  # on a busy machine, a removed placement group frees its resources after seconds
-_IN_THE_WAY_S = 5.0  # for resources that this program holds: it will hardly release them while it waits
-_GROWTH_RESERVATION_S = 1.0  # free resources are granted at once, unless another program took them
+_IN_THE_WAY_S = 5.0  # timeout if other trainers of this program hold the resources, which they rarely release
+_GROWTH_RESERVATION_S = 1.0  # timeout for free resources: Ray grants them at once unless another program took them
 _SUSPICION_S = 60.0
 
 
@@ -70,9 +70,9 @@ class ElasticRules:
     """How a group responds to changes of the cluster.
 
     Attributes:
-        wait: Whether survivors of a failure wait for new workers. See `resizing`.
-        resize_interval_s: How often a running call checks for free resources to grow. None for never.
-        leaving_nodes: Returns the IDs of the nodes that will go away soon.
+        wait: Whether survivors of a failure wait for new workers: True, False or "auto". See `resizing`.
+        resize_interval_s: Seconds between checks for free resources during a call. None never grows during a call.
+        leaving_nodes: Returns the IDs of nodes that will be removed soon.
         keeps_global_batch: Returns True if a step does not depend on the number of workers, so that survivors can
             continue calls without replacements.
     """
@@ -84,7 +84,7 @@ class ElasticRules:
 
 
 class Lifecycle(ABC):
-    """Holds a trainer's worker group. Only this class starts and stops groups, and none after the trainer is stopped.
+    """Holds, starts and stops a trainer's worker group. After the trainer is stopped, no group is started.
 
     `ElasticController` runs calls on the group.
 
@@ -93,20 +93,21 @@ class Lifecycle(ABC):
         scaling: Decides the number of workers.
         make_group: Creates a group without starting it.
         view: Returns the state of the cluster.
-        clock: The clock, sleep and locks. Default: real time. Stopping the trainer ends a sleep.
+        clock: The clock, sleep and locks. Default: real time, with a sleep that ends early if the trainer is stopped.
         rules: How the group responds to changes of the cluster.
         hooks: The front end's hooks.
 
     Attributes:
-        group: The group. None before the first start and after the group was killed.
-        snapshots: The snapshots and the calls since the last one.
-        history: The events of the groups.
+        group: The worker group. None before the first start and after the group was killed.
+        snapshots: The last snapshot and the calls since then.
+        history: The events of the trainer's worker groups.
         facts: What the replicas' `setup` returned, by rank.
         stopped: Set once the trainer is stopped. No group is started after that.
-        interrupted: ID of the thread whose call must end. None if no call was interrupted.
-        gives_state_up: True if state that only workers had could not be fetched.
-        is_fetching: True while state that only workers have is being fetched.
-        newcomers: Workers that should have received the state in a regroup, and may not have it.
+        interrupted: ID of the thread whose call was interrupted and must end. None if no call was interrupted.
+        gives_state_up: True if training state that existed only in the workers could not be fetched and is lost.
+        is_fetching: True while training state that exists only in the workers is being fetched.
+        newcomers: Workers that joined a group but may not have received the training state, because forming the group
+            failed.
         is_ending: True if the program is about to end, so that lost workers are no longer replaced.
     """
 
@@ -132,7 +133,7 @@ class Lifecycle(ABC):
         self.facts: list[Any] = []
         self._replacements = Replacements()
         self._owes_spares = False
-        self._num_short = 0  # largest number of workers with which memory ran out
+        self._num_short = 0  # largest group size at which memory ran out
         self._suspected: dict[str, float] = {}
         self.interrupted: int | None = None
         self.gives_state_up = self.is_fetching = self.is_ending = False
@@ -140,14 +141,14 @@ class Lifecycle(ABC):
 
     @property
     def holds_only_state(self) -> bool:
-        """True if only the workers have the state, so that it must be fetched before any of them is killed."""
+        """True if the training state exists only in the workers, so it must be fetched before a worker is killed."""
         if not self.snapshots.is_only_in_workers or self.gives_state_up:
             return False
         return self.group is not None and not self.group.is_driver_only and not self.has_session_ended
 
     @property
     def num_workers(self) -> int:
-        """Number of workers in the group, or without a group, the number that the next group should have."""
+        """Number of workers in the group. Without a group, the number of workers that the next group should have."""
         return self.group.num_workers if self.group is not None else self.scaling.max_workers
 
     @abstractmethod
@@ -156,19 +157,19 @@ class Lifecycle(ABC):
 
     @property
     def running(self) -> WorkerGroup:
-        """The group. There must be one."""
+        """The worker group. Use this only where a group must exist."""
         assert self.group is not None, "there is no group at this moment"
         return self.group
 
     def keep_facts(self, facts: list[Any]) -> None:
-        """Set the facts of the replicas. If the group outlives this process, save the group with the facts."""
+        """Store what the replicas' `setup` returned. If the workers outlive this process, save it with the group."""
         self.facts = facts
         kept_by = keeper()
-        if kept_by and self.group is not None:  # called for every change of the group
+        if kept_by and self.group is not None:  # this method runs after every change of the group
             kept_by.keep_group(self.group.to_keep(facts))
 
     def now(self) -> float:
-        """Return seconds of the engine's monotonic clock."""
+        """Return the time of the engine's monotonic clock, in seconds."""
         return self.clock.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -177,7 +178,7 @@ class Lifecycle(ABC):
         self.check_active()
 
     def check_not_ending(self, cause: str) -> None:
-        """Check that lost workers may be replaced.
+        """Raise an error if lost workers must not be replaced, because the program is about to end.
 
         Raises:
             WorkersLostError: The program is about to end.
@@ -188,7 +189,7 @@ class Lifecycle(ABC):
     def record(
         self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "", num_kept: int = 0
     ) -> None:
-        """Record an event of the group and log it. After "lost" and "ended" there are no workers."""
+        """Record an event of the group and log it. The events "lost" and "ended" count zero remaining workers."""
         now, num_workers = self.now(), self.num_workers
         if kind in ("lost", "ended"):
             num_workers, detail = 0, self.spec.words.after_end
@@ -201,8 +202,8 @@ class Lifecycle(ABC):
     def start_workers(self, budget: RetryBudget) -> None:
         """Start the full number of workers, for the first time.
 
-        If a worker dies during the start, the start is repeated as long as the budget allows. If groups can change,
-        only that worker is replaced, in its slot. An exception of the user's set-up code is raised at once.
+        If a worker dies during the start, the start is repeated as long as the budget allows. If workers can join a
+        running group, only the dead worker is replaced. An exception of the user's set-up code is raised at once.
 
         Raises:
             WorkersLostError: Workers died too often.
@@ -227,7 +228,7 @@ class Lifecycle(ABC):
         self.record("started", 0, began, "a new trainer")
 
     def take_over(self) -> bool:
-        """Adopt the workers that the trainer's previous process left. Return False if there are none."""
+        """Adopt the workers left behind by the trainer's previous process. Return False if no workers were left."""
         kept_by = keeper()
         kept = kept_by.find() if kept_by else None
         if kept_by is None or kept is None:
@@ -267,12 +268,12 @@ class Lifecycle(ABC):
         copies = [answer.capture for answer in report.values if answer.capture is not None]
         if copies and not self.snapshots.has_any:
             self.snapshots.take_from(group, copies, is_first=True)
-        if num_spares and not self.spec.runs_on:  # else the front end starts them, once it knows the function
+        if num_spares and not self.spec.runs_on:  # otherwise the front end starts spares once it knows the function
             group.standby.start_more(num_spares, num_workers)
         return True
 
     def take_answers(self, report: GroupReport) -> None:
-        """Set the facts of new replicas from a report, and request resources for missing workers."""
+        """Store what the new replicas' `setup` returned, from a report, and request resources for missing workers."""
         self.running.slots.ask_up_to(self.scaling.max_workers, len(self.running))
         self.keep_facts([answer.value for answer in report.values])
 
@@ -308,18 +309,20 @@ class Lifecycle(ABC):
         *,
         captures: bool = False,
     ) -> GroupReport:
-        """After workers were lost while replicas were built or restored, rebuild the replicas of the survivors.
+        """Form a group without the workers that were lost while replicas were built or restored.
 
-        If too few workers survive, wait for standby workers as long as any are starting.
+        The survivors' replicas are rebuilt. If too few workers survive, wait for standby workers as long as any are
+        starting.
 
         Args:
             report: The report of the call in which workers were lost.
-            group: The group. If this fails, it is unusable.
-            on_wait: Called regularly during the wait. Default: kill frozen workers, as during a start.
+            group: The worker group. If this method fails, the group is unusable.
+            on_wait: Called regularly during the wait. The default kills frozen workers, as during a start.
             captures: True to copy the replicas' state after `setup`.
 
         Returns:
-            What `setup` returned, or the last report if too few workers are left or user code failed.
+            A report with what each replica's `setup` returned. If too few workers are left or user code failed, the
+            report of the last failure.
         """
         while self.spec.keeps_processes and not report.ok and not group.is_ended and classify(report).kind != "user":
             logger.warning("%s; continuing with the others", words(classify(report)))
@@ -336,20 +339,21 @@ class Lifecycle(ABC):
         return report
 
     def allow_replacements(self) -> None:
-        """Allow a limited number of replacements, in total for all attempts of the next start."""
+        """Allow a limited number of replacements for workers that die during the next start, over all its attempts."""
         num_allowed = _REPLACEMENTS * self.scaling.max_workers
         self._replacements.num_left = num_allowed if self.spec.keeps_processes else 0
 
     def end_replacements(self) -> None:
-        """Allow no more replacements, because the start is over."""
+        """Allow no more replacements for workers that die during a start, because the start is over."""
         self._replacements.num_left = 0
 
     # ------------------------------------------------------------------------------------- room in the cluster
 
     def has_room(self) -> bool:
-        """Return True if other trainers need not release resources.
+        """Return False if it would help this trainer that other trainers release resources.
 
-        That is, if the free resources are enough for all workers and spares, or even the whole cluster is too small.
+        Returns True if the free resources are enough for all workers and spares, or if even the whole cluster is too
+        small for them.
         """
         needs_none = self.spec.use_local and self.scaling.max_workers == 1
         if needs_none or self.spec.within not in ("default", None):  # an existing placement group has its own resources
@@ -359,7 +363,7 @@ class Lifecycle(ABC):
         return capacity(view, need) >= wanted or capacity(view, need, free_only=False) < wanted
 
     def settled_view(self) -> ClusterView:
-        """Return the cluster, after waiting until Ray's view includes resources that were just released."""
+        """Return the cluster's nodes and resources, after waiting until Ray reports recently released resources."""
         need, began = self.spec.resources, self.now()
         while True:
             view = self.view()
@@ -373,7 +377,7 @@ class Lifecycle(ABC):
 
     @property
     def resizing(self) -> Resizing:
-        """The current rules for when the number of workers changes."""
+        """The current rules for when the number of workers changes, as a `Resizing`."""
         keeps_global_batch = self.spec.regroups and self._rules.keeps_global_batch()
         rules, most = self._rules, self.scaling.max_workers
         return resizing(rules.wait, rules.resize_interval_s, keeps_global_batch, most, self._num_short)
@@ -383,14 +387,14 @@ class Lifecycle(ABC):
         self._num_short = len(self.running)
 
     def find_room(self) -> int:
-        """Return how many more workers than now a new group could have, given free resources and current slots."""
+        """Return by how many workers the group could grow, given the free resources and the group's reserved slots."""
         group, need = self.running, self.spec.resources
         if len(group) >= self.scaling.max_workers:
             return 0
         group.slots.take_granted()
         avoid = self.nodes_to_avoid
         view = self.view().without(avoid)
-        if not self.scaling.grow(view, need, len(group), len(group.slots)):  # saves a query
+        if not self.scaling.grow(view, need, len(group), len(group.slots)):  # `num_usable` would query Ray
             return 0
         return self.scaling.grow(view, need, len(group), group.slots.num_usable(avoid))
 
@@ -403,7 +407,13 @@ class Lifecycle(ABC):
             self._start_more(missing, most, missing)
 
     def _start_more(self, count: int, world_size: int, most: int) -> None:
-        """Start up to `count` workers. Reserve new resources for at most `most` of them."""
+        """Start up to `count` standby workers, in free slots or with new resources.
+
+        Args:
+            count: Largest number of workers to start.
+            world_size: Size of the group for which the workers prepare.
+            most: Largest number of workers for which new resources are reserved.
+        """
         group = self.running
         most = min(most, count - group.standby.start_more(count, world_size, self.nodes_to_avoid))
         num_free = min(most, capacity(self.view(), self.spec.resources)) if most > 0 else 0
@@ -417,7 +427,7 @@ class Lifecycle(ABC):
         self.keep_facts(self.facts)  # saves the slots for the trainer's next process
 
     def let_step_in(self) -> None:
-        """If workers can join replicas that keep running between calls, interrupt the replicas' call for that."""
+        """Interrupt the running call if workers can join now. For user functions that keep running between calls."""
         group = self.group
         if not self.spec.runs_on or group is None or len(group) >= self.scaling.max_workers:
             return
@@ -425,12 +435,12 @@ class Lifecycle(ABC):
             group.ask_beside("beside", replica.hold)
 
     def admits_others(self) -> bool:
-        """Poll the replicas, even during a call. Return True if all would let other workers join now."""
+        """Poll the replicas, even during a call. Return True if all replicas would let other workers join now."""
         reports = self.group.ask_beside("beside", replica.replica_progress) if self.group is not None else {}
         return len(reports) == self.num_workers and all(each.admits and not each.obstacle for each in reports.values())
 
     def start_spares(self) -> None:
-        """Start missing spares. Does not wait until they are ready."""
+        """Start missing spare workers. Does not wait until they are ready."""
         self._owes_spares = False
         group = self.group
         if group is None:
@@ -441,11 +451,11 @@ class Lifecycle(ABC):
             self._start_more(missing, len(group), num_wanted - len(group.slots))
 
     def owe_spares(self) -> None:
-        """Postpone the start of missing spares, because a starting process slows down other workers on its node."""
+        """Postpone starting missing spares, because a starting process slows down other workers on its node."""
         self._owes_spares = True
 
     def start_owed_spares(self) -> None:
-        """Start missing spares if `owe_spares` has postponed that."""
+        """Start missing spares now if `owe_spares` postponed starting them."""
         if self._owes_spares:
             self.start_spares()
 
@@ -456,7 +466,7 @@ class Lifecycle(ABC):
         return frozenset(node for node, until in self._suspected.items() if until > now) | self._rules.leaving_nodes()
 
     def leaving_nodes_in_use(self) -> frozenset[str]:
-        """Return the nodes of the group's workers that will go away soon. Empty if no worker would be left."""
+        """Return the nodes with workers of the group that will be removed soon. Empty if no worker would be left."""
         if self.group is None or self.group.is_driver_only:
             return frozenset()
         used = {info.node_id for info in self.group.infos}
@@ -470,7 +480,7 @@ class Lifecycle(ABC):
         Ray reports a dead process at once, but a dead node only after half a minute.
 
         Args:
-            survivors: Ranks that are alive. Their nodes are not avoided.
+            survivors: Ranks that are alive, so their nodes are not avoided.
         """
         group = self.running
         silent = {group.infos[rank].node_id for rank in group.silent}
@@ -485,10 +495,10 @@ class Lifecycle(ABC):
         return self._session is not None and self._session != session()
 
     def check_active(self, during: Exception | None = None) -> None:
-        """Check that calls may run.
+        """Raise an error if calls must not run any more.
 
         Args:
-            during: The exception of a running call. The trainer's stop may have caused it.
+            during: The exception raised by a running call, which may be a consequence of stopping the trainer.
 
         Raises:
             TrainerShutdownError: The trainer was stopped, or its Ray session has ended.
@@ -523,13 +533,16 @@ class Lifecycle(ABC):
                     group.kill_workers()
 
     def interrupt_thread(self, thread: int) -> None:
-        """Interrupt a thread's call, as Ctrl-C would. Called from another thread. Later calls are possible."""
+        """Interrupt the call of the thread with this ID, as Ctrl-C would. Called from another thread.
+
+        The trainer can run further calls afterwards.
+        """
         self.interrupted = thread
-        if self.spec.use_local or self.is_fetching or not self.holds_only_state:  # else that thread fetches the state
+        if self.spec.use_local or self.is_fetching or not self.holds_only_state:  # else it fetches the state first
             self.kill_workers()
 
     def end_interrupt(self) -> None:
-        """Clean up after an interrupted call, so that later calls do not use the killed workers."""
+        """Discard the killed workers of an interrupted call, so that later calls do not use them."""
         self.interrupted = None
         if not self.holds_only_state:
             self.kill_group()
@@ -542,7 +555,7 @@ class Lifecycle(ABC):
             self._end_group(group)
 
     def end_call(self, cause: str, kind: EventKind = "ended") -> None:
-        """Kill the group, because its call cannot continue, and record the cause."""
+        """Kill the group, because its running call cannot continue, and record the cause."""
         began, group = self.now(), self.group
         self.kill_group()
         if group is not None:
@@ -558,7 +571,7 @@ class Lifecycle(ABC):
     def _end_group(self, group: WorkerGroup, *, force: bool = True) -> None:
         """Call the front end's hooks, then stop the group, or with `force`, kill it."""
         if self.has_session_ended:
-            group.kill()  # only a worker in the driver is left
+            group.kill()  # the remote workers are gone, so at most a worker in the driver is left
             return
         end = group.kill if force else group.stop
         try:
@@ -570,7 +583,7 @@ class Lifecycle(ABC):
 
 
 def pay_for_start(budget: RetryBudget) -> None:
-    """Use a retry for a worker that died during a start.
+    """Take one retry from the budget, for a worker that died during a start.
 
     Raises:
         WorkersLostError: No retry is left.

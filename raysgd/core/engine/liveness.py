@@ -1,9 +1,8 @@
-"""Liveness checks: unanswered polls of workers, and how long to wait for workers that do not answer.
+"""Liveness checks: which workers have not answered a poll, and how long to wait for them.
 
-A live worker usually answers a poll at once, even while it works. But a machine may stall for seconds, and the answers
-of thousands of workers take seconds to arrive. So no fixed timeout identifies dead workers.
-
-ADR 9 explains why silence is measured relative to the workers that answer.
+A live worker usually answers a poll at once, even while it runs a call. But a machine may stall for seconds, and the
+answers of thousands of workers take seconds to arrive. A fixed timeout would therefore mistake live workers for dead
+workers. Instead, a worker's silence is compared with how fast the other workers answer: see ADR 9.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ _LONGEST_GAP_S = 1.0
 class OwnTime:
     """A clock that counts seconds since its creation, excluding time in which this process was stalled.
 
-    It is used for deadlines that other processes must meet. If this process is suspended (SIGSTOP) or its machine
-    stalls, the other processes may have stalled, too, so the time must not count against them. Call `look` often: a
-    long gap between two calls counts as a stall.
+    It measures how long other processes take to answer. If this process is suspended (SIGSTOP) or its machine stalls,
+    the other processes may have stalled, too, so that time must not count against them. Call `look` often: a long gap
+    between two calls to `look` counts as a stall.
 
     Args:
         now: Clock, in seconds.
@@ -33,14 +32,14 @@ class OwnTime:
         self._looked_at, self._seconds = now(), 0.0
 
     def look(self, at_most_s: float = _LONGEST_GAP_S) -> float:
-        """Return the seconds so far. Time since the previous call counts up to `at_most_s`."""
+        """Return the seconds counted so far. The gap since the last call to `look` counts as at most `at_most_s`."""
         now = self._now()
         self._seconds += min(now - self._looked_at, at_most_s)
         self._looked_at = now
         return self._seconds
 
     def catch_up(self) -> None:
-        """Count all time since the previous call, because this process was busy rather than stalled."""
+        """Count the whole time since the last call to `look`, because this process was busy rather than stalled."""
         self.look(float("inf"))
 
 
@@ -50,16 +49,16 @@ _TIMES_TYPICAL = 10
 
 
 def quiet_s(heartbeat_s: float) -> float:
-    """Return the time without any answer, in seconds, after which ranks that have not answered count as silent."""
+    """Return the number of seconds after which missing ranks count as silent if no other rank answers, either."""
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
 def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_others: int, heartbeat_s: float) -> float:
-    """Return for how many seconds after a poll to wait for ranks that have not answered.
+    """Return how many seconds after a poll to stop waiting for ranks that have not answered.
 
-    While answers arrive, the wait continues. It ends once no answer has arrived for a while and the missing ranks have
-    taken many times as long as a typical rank. If most ranks are missing, they are probably just slow. Then no rank
-    counts as silent before `heartbeat_s`.
+    The wait continues while answers arrive. It ends once no answer has arrived for a while and the missing ranks have
+    taken many times as long as a typical rank. If most ranks are missing, they are probably just slow, so the wait
+    lasts at least `heartbeat_s`.
 
     Args:
         answered_after_s: Seconds from the poll to each answer.
@@ -79,7 +78,7 @@ def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_other
 KeyT = TypeVar("KeyT")
 
 _ROUND_S = 1.0
-_ROUNDS_PER_HEARTBEAT = 3  # with `heartbeat_s=30`, polling 1,000 ranks stays below `_SHARE`
+_ROUNDS_PER_HEARTBEAT = 3  # for `heartbeat_s=30` and 1,000 ranks, polling stays below `_SHARE`
 _QUESTION_S = 0.0005  # time that one poll and its answer cost the driver
 _SHARE = 0.05  # polling may take at most this fraction of the driver's time
 
@@ -100,7 +99,7 @@ class LivenessCheck(Generic[KeyT]):
         self._asked: dict[KeyT, tuple[Any, float]] = {}
 
     def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
-        """Return the seconds between two rounds of polls: `wanted_s`, or more if there are many workers.
+        """Return the seconds between two rounds of polls: `wanted_s`, or more for many workers.
 
         At least three rounds fit into `heartbeat_s`.
         """
@@ -134,9 +133,9 @@ class LivenessCheck(Generic[KeyT]):
         return answers, silent
 
     def rest(self) -> None:
-        """Count all time until now, because this process was busy rather than stalled."""
+        """Count the whole time since the last check against the workers, because this process was busy, not stalled."""
         self._own_time.catch_up()
 
     def remove(self, key: KeyT) -> None:
-        """Stop waiting for an answer from `key`."""
+        """Stop waiting for an answer from the worker `key`."""
         self._asked.pop(key, None)

@@ -22,7 +22,7 @@ from raysgd.core.text.log_lines import Once, named
 
 logger = logging.getLogger(__name__)
 
-_FASTEST_ROUND_S = 0.25  # used if there are mid-call snapshots or if workers are about to join
+_FASTEST_ROUND_S = 0.25  # used if snapshots are taken during the call or if workers are about to join
 _FIRST_ROUND_S = 0.2  # the first round of a call is early, because most calls are short
 _POLL_S = 0.2
 _MOST_STACKS = 8
@@ -41,13 +41,14 @@ class Monitor:
 
     Args:
         lifecycle: Holds the worker group.
-        is_of_restore: True if the monitor watches only restores. It then takes no snapshots, because a snapshot taken
-            during a restore would seem to cover all calls that are being repeated.
+        is_of_restore: True if the monitor watches only the restore of a snapshot and the repeated calls that follow. It
+            then takes no snapshots: while the first of several calls is repeated, a snapshot would seem to cover all of
+            them.
 
     Attributes:
         is_on: True while a call or a change to the group is watched. Callers set it to False once nothing runs.
-        heartbeats: The last heartbeat of each rank in the current call or change.
-        reason: Why the ranks were asked to stop at a step.
+        heartbeats: The last heartbeat of each rank in the current call or group change.
+        reason: Why the ranks were asked to stop between two steps.
         is_leaving: True if the ranks were asked to stop so that the call ends early.
         observer: Called about once a second during a call, and once after a call raised an error. May be None.
     """
@@ -62,7 +63,7 @@ class Monitor:
         self.is_on = is_of_restore
 
     def watch(self, call: Call | None = None) -> None:
-        """Start watching a call. Without `call`, watch the group while it changes or waits."""
+        """Start watching a call. If `call` is None, watch the group while it changes or waits."""
         now, of_call, can_hold = self._lifecycle.now(), call is not None, call is not None and call.resume is not None
         self.is_on, self._is_of_call, self._can_hold = True, of_call, can_hold
         self._divergence = None if call is None else call.divergence
@@ -73,7 +74,7 @@ class Monitor:
         self._snapshot = 0  # number of the newest mid-call snapshot that was taken
         self._infos: object = None
         self._expect_no_answers()
-        # In a small group, the first round is early. A large group is busy when it starts or recovers.
+        # The first round of polls comes early in a small group. A large group is busy when it starts or recovers.
         first_s = self._liveness.round_s(self._num_asked, _FIRST_ROUND_S)
         is_soon = of_call and first_s <= _FIRST_ROUND_S
         self._next_round = now + (first_s if is_soon else self._liveness.round_s(self._num_asked))
@@ -85,14 +86,14 @@ class Monitor:
             self._lifecycle.let_step_in()
 
     def go_on(self) -> None:
-        """Start watching the recovery or group change that follows a call. Keep the call's heartbeats for reports."""
+        """Keep watching during the recovery or group change after a call. Retain the call's heartbeats for reports."""
         if self.is_on:
             before = self.heartbeats
             self.watch()
             self._before = before
 
     def poll(self) -> None:
-        """Read answers and, once per round, request heartbeats, propose stops and collect snapshots.
+        """Read the workers' answers. Once per round, also request heartbeats, stop ranks if due, and collect snapshots.
 
         Call this regularly while the driver waits.
         """
@@ -178,7 +179,7 @@ class Monitor:
             self._free_parted()
 
     def _free_parted(self) -> None:
-        """Interrupt the ranks if they diverged and would wait for each other forever.
+        """Interrupt the ranks if they ran different steps and would wait for each other forever.
 
         The call then fails, and its error describes the divergence.
         """
@@ -198,7 +199,7 @@ class Monitor:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Throughput of the training call since its first heartbeats. None if it is not known yet."""
+        """Samples per second in the running training call since its first heartbeats. None if not known yet."""
         group = self._lifecycle.group
         spans = [(first, self.heartbeats[rank]) for rank, first in self._first.items()]
         if group is None or len(spans) < len(group) or not all(last.at > first.at for first, last in spans):
@@ -206,7 +207,7 @@ class Monitor:
         return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
 
     def _kill_hung(self, silent: Mapping[int, float]) -> None:
-        """Kill ranks that do not respond. Their call then fails as after any death of a worker."""
+        """Kill ranks that do not respond. Their call then fails, as after any other death of a worker."""
         group = self._lifecycle.running
         silent_s = max(silent.values())
         cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
@@ -223,7 +224,7 @@ class Monitor:
             logger.warning("workers are not stopping:\n%s", self._report())
 
     def _report(self) -> str:
-        """Return the last step and the current stack of each rank. Ranks in the same place are shown together."""
+        """Return a report of each rank's last step and current stack. Ranks that have both in common share an entry."""
         group = self._lifecycle.group
         if group is None:
             return "there is no group"
@@ -236,7 +237,7 @@ class Monitor:
         return shown_together(alike)
 
     def _look_for_snapshot(self) -> None:
-        """Collect the newest snapshot that all ranks have taken during the call, unless another is in transit."""
+        """Collect the newest snapshot that all ranks took during the call, unless another snapshot is in transit."""
         group = self._lifecycle.group
         if group is None or len(self.heartbeats) < len(group):
             return
@@ -260,7 +261,7 @@ class Monitor:
     # ------------------------------------------------------------------------------------ stops inside a call
 
     def _hold_where_due(self) -> None:
-        """Stop the running call between two steps if workers must leave or can join."""
+        """Stop the running call between two steps if workers must leave the group or can join it."""
         lifecycle, group, now = self._lifecycle, self._lifecycle.group, self._lifecycle.now()
         if group is None or self._is_holding:
             return
@@ -302,7 +303,7 @@ class Monitor:
         return any(each.step > 0 for each in self.heartbeats.values())
 
     def _agree(self, group: WorkerGroup, reason: str) -> None:
-        """Agree with all ranks on a step to stop at. If a rank has passed it, the next round proposes a later step."""
+        """Propose a step after which all ranks stop. If a rank is past that step, the next round tries a later step."""
         self.reason = reason
         margin = max(self._margin, math.ceil(self._steps_per_s * _HOLD_AHEAD_S))
         self._num_holds += 1
@@ -319,9 +320,9 @@ class Monitor:
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
     def settle_last_hold(self) -> None:
-        """Settle a proposal to stop that a killed driver may have left open. Ranks would wait for its outcome forever.
+        """Complete a proposal to stop that a killed driver may have left open, because ranks would wait for it forever.
 
-        If one rank has been told to stop, all ranks must stop.
+        If the driver has already told one rank to stop, all ranks must stop. Otherwise the proposal is canceled.
         """
         group = self._lifecycle.running
         told = filter(None, group.ask_beside("beside", replica.last_hold).values())
@@ -337,10 +338,10 @@ def _place(heartbeat: Heartbeat | None) -> str:
 
 
 def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
-    """Return a report of where ranks are. Show the rarest places, because the other ranks usually wait for ranks there.
+    """Return a report of what ranks are doing. Lists the rarest activities, because most ranks just wait for others.
 
     Args:
-        alike: For each description of a place (step and stack), the ranks that are there.
+        alike: The ranks by what they are doing, described by their step and stack.
     """
     few = sorted(alike.items(), key=lambda item: len(item[1]))[:_MOST_STACKS]
     lines = [f"{named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]

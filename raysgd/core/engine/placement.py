@@ -1,6 +1,6 @@
-"""Placement: the cluster's resources, reservations of resources, and the workers' slots in reservations.
+"""Finds free resources in the cluster, reserves them, and divides reservations into slots for one worker each.
 
-Only this module queries Ray for free resources, and creates and removes the placement groups of live trainers.
+All queries to Ray for free resources are in this module, and so is the code that creates and removes placement groups.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _ray() -> Any:
 
 
 def ensure_ray() -> None:
-    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine, or start a single-node cluster."""
+    """Connect to the Ray cluster in RAY_ADDRESS or on this machine. If neither exists, start a single-node cluster."""
     ray = _ray()
     prepare_to_use_ray()
     if not ray.is_initialized():
@@ -67,7 +67,7 @@ def ensure_ray() -> None:
 
 
 def init_ray(**options: Any) -> None:
-    """Call `ray.init`, with the authentication token of this user if there is one.
+    """Call `ray.init`, with this user's authentication token if a token file exists.
 
     Unless `RAY_AUTH_MODE` is set, Ray itself reads the token file `~/.ray/auth_token` only when it starts a cluster.
 
@@ -92,7 +92,7 @@ def _check_address(address: str) -> None:
 
 
 def _connection_error(address: str, timeout_s: float) -> OSError | None:
-    """Try to connect to `host:port` and return the error. None if it works or the address is a word like "auto"."""
+    """Try to connect to `host:port` and return the error. Return None if it works or for an address such as "auto"."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return None
@@ -141,7 +141,7 @@ def _quiet_ray() -> None:
 
 
 def session() -> Any:
-    """Return an object that identifies this process's Ray session, or None if there is none. Does not start Ray."""
+    """Return an object that identifies this process's Ray session, or None if Ray is not running. Never starts Ray."""
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
@@ -162,13 +162,13 @@ def is_ray_client() -> bool:
 
 
 def num_gpus() -> float:
-    """Return the number of GPUs of all nodes, or 0 if Ray is not initialized."""
+    """Return the total number of GPUs across all nodes, or 0 if Ray is not initialized."""
     ray: Any = sys.modules.get("ray")
     return sum(node.total.get("GPU", 0) for node in cluster_view().nodes) if ray and ray.is_initialized() else 0
 
 
 def outer_group() -> Any:
-    """Return the placement group that this process runs in, if Ray also places child tasks in it. Otherwise None."""
+    """Return this process's placement group if Ray also places the process's child tasks in it. Otherwise None."""
     ray = _ray()
     captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
     return ray.util.get_current_placement_group() if captures else None
@@ -209,20 +209,21 @@ def cluster_view() -> ClusterView:
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
     """Return True if a removed placement group still holds resources of a node.
 
-    Ray lists a group as removed as soon as its removal is requested. Its resources become free later, on a busy machine
-    after seconds. Only then do its bundles disappear from the node's resources.
+    Ray lists a group as removed as soon as its removal is requested. The group's resources become free later, after
+    seconds on a busy machine, and only then do its bundles disappear from the node's resources.
 
     Args:
         free: The node's free resources, including Ray's entries for bundles.
-        groups: IDs of the placement groups that are not removed, queried after `free`.
+        groups: IDs of the placement groups that are not removed. Query them after `free`.
     """
     return any(name.startswith(_BUNDLE) and name.rpartition("_")[2] not in groups for name in free)
 
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
-    """Return the free resources by node. Empty for several nodes if Ray lacks a private function.
+    """Return each node's free resources, by node ID.
 
-    Ray's public function returns only the sum over all nodes.
+    Uses a private function of Ray. If Ray lacks it, the result is empty for a cluster of several nodes, because Ray's
+    public function returns only the sum over all nodes.
     """
     by_node = find_name("ray._private.state:available_resources_per_node")
     if by_node is not None:
@@ -249,16 +250,19 @@ def draining_nodes() -> frozenset[str]:
 
 
 def drain_deadlines() -> dict[str, int]:
-    """Return the deadlines of draining nodes by node ID, in milliseconds of Unix time. 0 for an unknown deadline.
+    """Return when Ray will remove the nodes that it is draining.
 
-    The query is private to Ray. If Ray lacks it, the result is empty.
+    Uses a private function of Ray. If Ray lacks it, the result is empty.
+
+    Returns:
+        The deadlines by node ID, in milliseconds of Unix time. 0 for an unknown deadline.
     """
     draining = find_name("ray._private.state:state.get_draining_nodes")
     return {} if draining is None else dict(draining())
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
-    """Return a table for error messages: the requested resources, each node's resources, and what uses them."""
+    """Return a table for error messages: the requested resources, each node's resources, and which groups hold them."""
     where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
     lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
     hidden = {"memory"} - need.bundle().keys()  # Ray lists memory, but few programs request it
@@ -297,20 +301,20 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView, words: F
 
 
 def _state_of(group: Any) -> str:
-    """Return a placement group's state, such as CREATED. Unlike `group.wait(0)`, this waits for Ray's answer."""
+    """Return a placement group's state, such as "CREATED". Unlike `group.wait(0)`, this waits for Ray's answer."""
     return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
 
 
 class Reservation:
-    """A reservation of the resources for several workers. They are granted all together or not at all.
+    """A reservation of resources for several workers, which Ray grants all together or not at all.
 
-    Inside an existing placement group, for example in a Tune trial, the workers use that group, and `close` does not
-    remove it.
+    Normally it creates a placement group, and `close` removes that group. Inside an existing placement group, for
+    example in a Tune trial, the workers use the existing group, and `close` does not remove it.
 
     Args:
         need: Resources of one worker.
         num_workers: Number of workers.
-        has_driver: True if the first worker is this process. Its GPUs are then reserved on this node.
+        has_driver: True if the first worker is this process. The worker's GPUs are then reserved on this node.
         packs: True to place workers on as few nodes as possible. False to spread them over as many as possible.
         within: The existing placement group to use. "default" uses the group that this process runs in if it captures
             child tasks. None uses no existing group.
@@ -365,8 +369,8 @@ class Reservation:
             check: Called regularly during the wait. May raise.
 
         Raises:
-            ReservationTimeoutError: The resources were not granted in time, Ray removed the reservation, or the workers
-                never fit and no node can join.
+            ReservationTimeoutError: The resources were not granted in time, Ray removed the reservation, or the cluster
+                is too small for the workers and cannot grow.
         """
         group = self._own or self._outer
         if group is None:
@@ -428,8 +432,8 @@ class Reservation:
     def actor_options(self, index: int) -> dict[str, Any]:
         """Return Ray options that place an actor into bundle `index` of this reservation.
 
-        Tasks that the actor starts are not placed in the bundle, because the actor fills it. They are placed like tasks
-        of this process. In a Tune trial, that is in the trial's placement group, which may have a bundle for them.
+        The actor's child tasks are not placed in the bundle, because the actor uses all of it. They are placed like
+        child tasks of this process: in a Tune trial, in the trial's placement group, which may have a bundle for them.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -457,10 +461,10 @@ class Reservation:
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
     def gpus_of_driver(self) -> list[str]:
-        """Assign the first worker's GPUs to this process, which is that worker. Return their IDs.
+        """Assign the first worker's GPUs to this process, which runs that worker. Return the GPU IDs.
 
-        Ray assigns GPUs only to actors and tasks, so an idle actor holds them until `close`. Inside an existing
-        placement group, return no IDs, because that group's owner decides which GPUs this process may use.
+        Ray assigns GPUs only to actors and tasks, so an idle actor holds the GPUs until `close`. Inside an existing
+        placement group, return no IDs, because the group's owner decides which GPUs this process may use.
         """
         if self._own is None or not self._need.num_gpus:
             return []
@@ -471,7 +475,7 @@ class Reservation:
         return ids
 
     def close(self, timeout_s: float) -> None:
-        """Release the resources and wait until Ray confirms it. Log a warning if that takes longer than `timeout_s`.
+        """Release the resources and wait until Ray confirms. Log a warning if that takes longer than `timeout_s`.
 
         If the cluster's head node is gone, for example after a signal to all processes of a program, do not wait: Ray
         would try to reach the head node for a minute, and then kill this process.
@@ -522,8 +526,8 @@ class _GPUHolder:
 def guard(name: str) -> Any:
     """Start an actor that removes the placement group `name` when this process dies.
 
-    Start the actor before you create the group, so that the group never outlives this process. Kill the actor after you
-    have removed the group.
+    Call this before creating the placement group, so that the group never outlives this process. Kill the actor after
+    removing the group.
 
     Returns:
         The actor. None if Ray itself removes the group, or if Ray lacks the query that the actor needs.
@@ -532,7 +536,7 @@ def guard(name: str) -> Any:
 
     context = ray.get_runtime_context()
     maker = (context.get_worker_id(), context.get_node_id()) if keeper() is None else (context.get_actor_id(), None)
-    if not _is_alive(*maker):  # Ray does not list drivers, whose groups end with their job; or Ray lacks the query
+    if not _is_alive(*maker):  # this is a driver, whose groups Ray itself removes, or the query is missing
         return None
     return (
         ray.remote(ReservationGuard)
@@ -542,7 +546,7 @@ def guard(name: str) -> Any:
 
 
 def _is_alive(maker: str, node_id: str | None) -> bool:
-    """Return True if a process is alive. The queries are private to Ray. If Ray lacks them, return False.
+    """Return True if a worker process or actor is alive. Uses private queries of Ray. If Ray lacks them, return False.
 
     Args:
         maker: With `node_id`, the ID of a worker process. Without it, the ID of an actor; an actor that Ray will
@@ -558,9 +562,9 @@ def _is_alive(maker: str, node_id: str | None) -> bool:
 
 
 class ReservationGuard:
-    """An actor that waits until a process is dead, removes its placement group, and kills itself.
+    """An actor that waits until a process is dead, removes that process's placement group, and kills itself.
 
-    The actor is detached, so it outlives the process. If its node is lost, Ray restarts the actor on another node.
+    The actor is detached, so it outlives the process. If the actor's node is lost, Ray restarts the actor elsewhere.
     """
 
     def __init__(self, name: str, maker: str, node_id: str | None) -> None:
@@ -572,7 +576,7 @@ class ReservationGuard:
         while _is_alive(maker, node_id):
             time.sleep(_GUARD_POLL_S)
         time.sleep(_GUARD_POLL_S)  # the process's last request may still be in transit
-        with suppress(ValueError):  # the group does not exist
+        with suppress(ValueError):  # raised if the group does not exist
             ray.util.remove_placement_group(ray.util.get_placement_group(name))
         ray.kill(ray.get_runtime_context().current_actor)
 
@@ -614,7 +618,9 @@ class Slots:
     def reserve(
         self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Cancel pending requests, reserve the resources for `count` more workers, all or none, and wait for the grant.
+        """Reserve resources for `count` more workers, all or none, and wait until they are granted.
+
+        Cancels all pending requests first.
 
         Raises:
             ReservationTimeoutError: The resources were not granted in time. Nothing stays reserved.
@@ -625,20 +631,20 @@ class Slots:
         self._add(reservation)
 
     def ask_up_to(self, max_workers: int, num_workers: int) -> None:
-        """Request resources for the workers that are missing to `max_workers`, so that an autoscaler starts nodes.
+        """Request resources for the workers that are still missing, so that an autoscaler starts nodes for them.
 
         Does not wait. `take_granted` adds granted requests to the free slots.
 
         Args:
             max_workers: Number of workers that the trainer wants.
-            num_workers: Number of workers that it has.
+            num_workers: Number of workers that the trainer has.
         """
         self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more slots than workers
 
     def _ask_for(self, count: int) -> None:
-        """Add or cancel pending requests until they are for `count` workers.
+        """Add or cancel pending requests for resources until `count` requests are pending.
 
-        Each request is for one worker, because one more worker is useful even if no others are granted. See ADR 11.
+        Each request is for one worker, because a single additional worker is useful, too. See ADR 11.
         """
         while len(self._asked) > max(0, count):
             self._asked.pop().close(_CLOSE_S)
@@ -675,11 +681,11 @@ class Slots:
         self._free += [Slot(reservation, index) for index in range(len(reservation))]
 
     def take_over(self, slots: Slots, taken: Collection[Slot]) -> None:
-        """Adopt the reservations and pending requests of another process.
+        """Adopt the reservations and pending requests of the trainer's previous process.
 
         Args:
-            slots: The other process's slots.
-            taken: The slots that are in use.
+            slots: The previous process's slots.
+            taken: The slots in which workers are running.
         """
         self._asked = slots._asked
         places = {(id(slot.reservation), slot.index) for slot in taken}
@@ -688,11 +694,11 @@ class Slots:
         self._free = [slot for slot in self._free if (id(slot.reservation), slot.index) not in places]
 
     def take_slot(self) -> Slot:
-        """Remove a free slot and return it, even if its node is lost. Used while a group starts."""
+        """Take a slot from the free slots, even if its node is lost. Used while a group starts."""
         return self._free.pop(0)
 
     def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Slot]:
-        """Remove up to `count` free slots on live nodes that are not in `avoid`, and return them."""
+        """Take up to `count` slots from the free slots, all on live nodes that are not in `avoid`."""
         nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
         usable = [each for each in self._free if nodes[id(each.reservation)][each.index] not in (None, *avoid)]
         taken = usable[: max(0, count)]
@@ -709,7 +715,7 @@ class Slots:
         return slot.reservation.nodes()[slot.index]
 
     def give_back(self, slot: Slot) -> None:
-        """Mark a slot as free."""
+        """Add a slot to the free slots, because its worker has ended."""
         self._free.append(slot)
 
     def close(self, timeout_s: float) -> None:

@@ -1,6 +1,6 @@
-"""Everything that the driver's part of the engine needs from Ray. Tests replace `Platform` with a simulation.
+"""`Platform`, the class through which the engine uses Ray in the driver. Tests replace it with a simulation.
 
-ADR 131 explains why the engine uses Ray through one class.
+ADR 131 explains why all uses of Ray go through one class.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from raysgd.core.engine.worker import LocalWorker, RemoteWorker, WorkerFailed, c
 from raysgd.core.private_names import find_name
 from raysgd.exceptions import WorkerFault
 
-_TOGETHER_S = 0.01  # first wait for all calls: short calls finish together, and one query for all is faster
-_TOGETHER_S_EACH = 0.00005  # additional wait per call: with a query per answer, the driver's work would be quadratic
+_TOGETHER_S = 0.01  # how long to wait for all calls before polling: one query for many answers is faster
+_TOGETHER_S_EACH = 0.00005  # additional wait per call: one query for each answer would take quadratic time
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
@@ -37,7 +37,7 @@ class Platform:
     ensure_running = staticmethod(placement.ensure_ray)
     """Connects to a cluster, or starts one."""
     transfer = staticmethod(transfers.transfer)
-    """Returns the transfer of a call's result."""
+    """Returns a `Transfer`, which receives a call's result."""
     store = staticmethod(transfers.store)
     """Stores one copy of a value that all workers can read."""
     living_nodes = staticmethod(placement.living_nodes)
@@ -69,9 +69,9 @@ class Platform:
         return thread.join
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
-        """Return the process of a worker that has not answered yet, or None if it does not exist yet.
+        """Return the node and process of a worker that has not answered yet, or None if its process is not running yet.
 
-        The query is private to Ray. If Ray lacks it, return None.
+        Uses a private query of Ray. If Ray lacks it, return None.
         """
         actors, identity = find_name("ray._private.state:actors"), getattr(worker.actor, "_actor_id", None)
         if actors is None or identity is None:
@@ -108,11 +108,11 @@ class Platform:
         return list(done)
 
     def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
-        """Wait up to `timeout_s` until all calls have ended. Return the calls that have ended."""
+        """Wait until all calls have ended, but at most `timeout_s`. Return the calls that have ended."""
         return call_lines.wait(references, len(references), timeout_s)
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
-        """Return the current outcome of a call."""
+        """Return the outcome of a call, without waiting: its value, its failure, or that it has not ended yet."""
         import ray
 
         try:
@@ -134,7 +134,7 @@ class Platform:
 
 
 def _cause_of(error: Any) -> BaseException:
-    """Return the original error of a failed call. If a module was missing in the worker, return a clearer error."""
+    """Return the exception that made a call fail. If the worker could not import a module, return a clearer error."""
     import ray
 
     cause: BaseException = error.cause or error

@@ -1,6 +1,6 @@
-"""Decisions as pure functions: how many workers run, what caused a failure, how to recover, and whose state to copy.
+"""Pure functions that decide how many workers run, what caused a failure, how to recover, and whose state to copy.
 
-Each function takes facts and returns a decision. Nothing in this module sleeps, queries Ray or contacts a worker.
+Nothing in this module sleeps, queries Ray or contacts a worker, so the decisions can be tested without a cluster.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 Decision = Literal["continue", "restart", "raise error", "give up"]
 """What to do after a failed call. "continue": the survivors form a new group and continue the call. "restart": all
-workers restore the last snapshot and run the call again. "raise error": raise the user code's exception. "give up":
-raise an error about the lost workers."""
+workers restore the last snapshot and run the call again. "raise error": raise the exception of the user's code. "give
+up": raise an error about the lost workers."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class WaitForWorkers:
 
     Attributes:
         delay_s: Seconds to wait before the next attempt. None to give up.
-        reason: Message that says how many workers fit.
+        reason: Message for the log or error that says how many workers fit.
     """
 
     delay_s: float | None
@@ -96,7 +96,7 @@ class ScalingPolicy:
         min_workers: Smallest number of workers.
         num_attempts: Number of attempts to find enough resources.
         first_delay_s: The first wait between attempts. Each wait is twice as long as the previous one, up to a minute.
-        num_local: Number of workers that run in the driver. They fit even if no resources are free.
+        num_local: Number of workers that run in the driver. They need no free resources.
     """
 
     max_workers: int
@@ -124,18 +124,18 @@ class ScalingPolicy:
         return WaitForWorkers(self.delay_s(attempt), reason)
 
     def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> int:
-        """Return how many more workers a new group could have than the current group.
+        """Return by how many workers the current group could grow.
 
         Args:
             view: The cluster's nodes and their free resources.
             need: Resources of one worker.
             num_workers: Size of the current group.
-            num_reserved: Number of slots of the current group. The new group could use them, too.
+            num_reserved: Number of slots that the current group has already reserved.
         """
         return max(0, min(self.max_workers, num_reserved + capacity(view, need)) - num_workers)
 
     def delay_s(self, attempt: int) -> float:
-        """Return the seconds to wait after `attempt`, an index from 0. They double each time, up to a minute."""
+        """Return the seconds to wait after attempt `attempt`, from 0. The wait doubles each time, up to a minute."""
         return min(_LONGEST_DELAY_S, self.first_delay_s * 2.0**attempt)
 
 
@@ -151,9 +151,11 @@ class Resizing:
 
     Attributes:
         check_s: Seconds between checks for free resources during a call. None to grow only between calls.
-        num_awaited: Survivors of a failure wait until there are this many workers.
-        num_awaited_by_call: Before a call that can grow while it runs, the driver waits for this many workers.
-        minds_memory: True if survivors that run out of memory in their first step then wait for new workers.
+        num_awaited: Number of workers that survivors of a failure wait for before they continue.
+        num_awaited_by_call: Number of workers that the driver waits for before a call to which workers can still be
+            added while it runs.
+        minds_memory: True if survivors wait for new workers after running out of memory in their first step, because
+            fewer workers need more memory each.
     """
 
     check_s: float | None
@@ -191,8 +193,8 @@ class Diagnosis:
         kind: "died" (a process or node died), "disconnected" (a connection was lost although no rank is known to be
             dead) or "user" (user code raised an exception).
         faults: The errors of that kind, in rank order.
-        beside: Exceptions of user code in a call in which a worker also died. The death may have caused them, so they
-            are only mentioned in messages.
+        beside: If `kind` is "died", exceptions that user code raised in the same call. The death may have caused them,
+            so they are only mentioned in messages.
     """
 
     kind: FailureKind
@@ -227,7 +229,7 @@ def failed_alike(report: GroupReport) -> bool:
 
 
 def is_lack_of_memory(diagnosis: Diagnosis) -> bool:
-    """Return True if every failed rank raised an out-of-memory error, of a device or a node, and no process died."""
+    """Return True if no process died and every failed rank raised an out-of-memory error, of its GPU or its node."""
     return diagnosis.kind == "user" and all(_lacks_memory(fault) for fault in diagnosis.faults)
 
 
@@ -257,14 +259,14 @@ class LostNodes:
 
 
 def emptied_nodes(lost: Collection[int], infos: Sequence[WorkerInfo]) -> dict[str, str]:
-    """Return the addresses of the lost ranks' nodes, by node ID. Empty if any of these nodes still has a worker."""
+    """Return the addresses of the lost ranks' nodes, by node ID. Empty if any of these nodes has a live worker."""
     emptied = {infos[rank].node_id: infos[rank].node_ip for rank in sorted(lost)}
     in_use = {info.node_id for rank, info in enumerate(infos) if rank not in lost}
     return {} if in_use & emptied.keys() else emptied
 
 
 def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | None = None) -> str:
-    """Return a short description of the cause, for logs and error messages.
+    """Return a short description of why a call failed, for logs and error messages.
 
     Args:
         diagnosis: The cause of the failed call.
@@ -289,7 +291,7 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = (), nodes: LostNodes | N
 
 
 def why_not_started(failure: Failure) -> str:
-    """Return a description of why a worker did not start. For an exception of user code, it includes the line."""
+    """Return a description of why a worker did not start. It names the line of code if user code raised an error."""
     reason = _said(failure.fault)
     if failure.kind == "user":
         return f"{reason}, raised at {failure.fault.location}"
@@ -308,16 +310,16 @@ def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:
 
 
 class RetryBudget:
-    """The retries for one call, or for several calls that share their retries.
+    """Counts the retries of one call, or of several calls that share one number of retries.
 
-    Continuing in place with the survivors of a failure is free after progress: at least one step of the call, and at
-    least two steps since the survivors last continued. Otherwise it costs a retry. It also costs a retry after a hang,
-    because the code may hang repeatedly. Survivors that completed no step since they last continued do not continue
-    again: continuing itself may have broken them.
+    A restart always costs a retry. Continuing in place with the survivors of a failure is free after enough progress:
+    at least one step of the call, and at least two steps since the survivors last continued. Otherwise continuing costs
+    a retry, too. After a hang, it always costs a retry, because the code may hang repeatedly. Survivors that completed
+    no step since they last continued cannot continue again, because continuing may have broken them.
 
     Args:
-        num_restarts: Number of retries, possibly infinite. With 0, the first failure ends the call, even if continuing
-            would be free.
+        num_restarts: Number of retries, possibly infinite. If it is 0, the first failure ends the call, even if
+            continuing would be free.
 
     Attributes:
         num_spent: Number of retries used.
@@ -340,7 +342,7 @@ class RetryBudget:
         return self.num_spent >= self.num_restarts
 
     def obstacle_to_continuing(self, progress: int) -> str | None:
-        """Return why survivors cannot continue after `progress` steps of the call, or None if they can."""
+        """Return why survivors of a failure cannot continue after `progress` steps of the call, or None if they can."""
         if self._continued_at is not None and progress <= self._continued_at:
             return "no step was completed since the survivors went on the last time"
         if not self.num_restarts or (self.is_spent and not self._is_free(progress)):
@@ -352,10 +354,10 @@ class RetryBudget:
         self._has_hung = True
 
     def _is_free(self, progress: int) -> bool:
-        """Return True if continuing is free.
+        """Return True if continuing with the survivors after `progress` steps of the call costs no retry.
 
-        A single step since the survivors last continued is not enough: code that fails at every step also completes one
-        step between two failures.
+        One step since the survivors last continued is not enough, because code that fails at every step may also
+        complete one step between two failures.
         """
         least = 1 if self._continued_at is None else self._continued_at + 2
         return progress >= least and not self._has_hung
@@ -375,11 +377,13 @@ class RetryBudget:
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Decides what to do after a failed call. A call is retried after lost workers, by default not after user errors.
+    """Decides whether a failed call continues, restarts or raises.
+
+    By default, a call is retried if workers were lost, but not if user code raised an exception.
 
     Attributes:
         continues: True to continue with the survivors if possible.
-        retries_user_errors: True to use a retry and restart all workers even after an exception of user code.
+        retries_user_errors: True to use a retry and restart all workers even if user code raised an exception.
     """
 
     continues: bool = False
@@ -397,8 +401,8 @@ class FailurePolicy:
 def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
     """Return the index of the replica whose state the other replicas copy, or None if the survivors cannot continue.
 
-    The source is the most advanced replica that is not in the middle of a step. A step that one replica has completed
-    includes the gradients of all ranks, even of lost ranks.
+    The source is the most advanced replica that is not in the middle of a step. Its last step may be copied even if
+    other replicas have not completed it, because it already includes the gradients of all ranks, even of lost ranks.
     """
     if any(report.obstacle for report in reports):
         return None
@@ -412,6 +416,6 @@ def are_alike(reports: Sequence[ReplicaProgress]) -> bool:
 
 
 def takers(reports: Sequence[ReplicaProgress], source: int) -> tuple[int, ...]:
-    """Return the indices of the replicas that must copy the state of `source`."""
+    """Return the indices of the replicas that must copy the state of the replica with index `source`."""
     progress = reports[source].progress
     return tuple(index for index, report in enumerate(reports) if not report.is_whole or report.progress != progress)

@@ -1,4 +1,4 @@
-"""Cleanup when the program exits. Runs before Ray's exit hook and prevents Ray from starting again."""
+"""Cleanup when the user's program exits. It runs before Ray's exit hook and prevents Ray from starting again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from raysgd.exceptions import RaySGDError
 
 
 class ProgramEnd:
-    """Runs finalizers when the program exits.
+    """Runs finalizers, such as stopping a trainer's workers, when the user's program exits.
 
     Attributes:
-        has_begun: True if the program is ending.
+        has_begun: True if the program is exiting.
         finalizers: Finalizers that have not run yet, oldest first.
     """
 
@@ -27,8 +27,8 @@ class ProgramEnd:
     def come_before_ray(self) -> None:
         """Register `run` so that it runs before Ray's exit hook.
 
-        Python runs the newest exit hook first, and Ray registers its hook when it is imported. Hooks that the program
-        registers later than `run` run earlier, while Ray and the trainers are still running.
+        Python runs the newest exit hook first, and Ray registers its hook when it is imported. Call this method again
+        after Ray has been imported. Hooks that the user's program registers later run first, while trainers still work.
         """
         if not self._is_before_ray:
             atexit.unregister(self.run)
@@ -39,7 +39,7 @@ class ProgramEnd:
         """Run the remaining finalizers, newest first, even if some raise. Prevent Ray from starting again."""
         self.has_begun = True
         auto_init = find_name("ray:_private.auto_init_hook") if "ray" in sys.modules else None
-        if auto_init is not None:  # otherwise a call that still runs could start Ray again
+        if auto_init is not None:  # a call in a background thread could otherwise start Ray again
             auto_init.enable_auto_connect = False
         for each in reversed(self.finalizers):
             try:
@@ -54,8 +54,8 @@ _PROGRAM_END = ProgramEnd()
 def end_with(owner: Any, end: Callable[..., Any], *args: Any, **kwargs: Any) -> finalize[..., Any]:
     """Call `end(*args, **kwargs)` when `owner` is garbage collected, or at exit while Ray is still running.
 
-    At exit, a plain `weakref.finalize` may run after Ray's exit hook, depending on which code created the program's
-    first finalizer.
+    A plain `weakref.finalize` may run after Ray's exit hook, because Python registers the exit hook of all finalizers
+    when the first one in the process is created, possibly before Ray is imported.
 
     Returns:
         The `weakref.finalize` object.
@@ -71,7 +71,7 @@ def prepare_to_use_ray() -> None:
     """Register the cleanup at program exit. Call this after Ray is imported and before it is started.
 
     Raises:
-        RaySGDError: The program is ending.
+        RaySGDError: The program is exiting.
     """
     if _PROGRAM_END.has_begun:
         raise RaySGDError("The program is ending, so no workers are started.")

@@ -12,14 +12,16 @@ ItemT = TypeVar("ItemT")
 
 
 def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[int]:
-    """Return the rank order of new workers as indices of `infos`: sorted by node, then by GPU.
+    """Sort new workers by node, then by GPU, so that the ranks on each node are consecutive.
 
-    Nodes keep the order of their first appearance, and so do workers that share a GPU or have none. The ranks on a node
-    are therefore consecutive, no matter where the cluster placed the workers.
+    Nodes keep the order in which they first appear, and so do workers that share a GPU or have no GPU.
 
     Args:
         infos: Node and GPUs of each worker.
         first_stays: True if the first worker must be rank 0, because it is the driver.
+
+    Returns:
+        Indices of `infos`, in rank order.
     """
     nodes = _numbered_nodes(infos)
 
@@ -58,14 +60,14 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
 
 
 def places(ranks: Sequence[int], num_workers: int) -> list[int]:
-    """Return each worker's rank in the next group. Workers keep their rank if it still exists, or get a free rank.
+    """Return each worker's rank in the next group. Workers keep their rank if it still exists, or else get a free rank.
 
     >>> places([0, 2], 3), places([1, 2], 2), places([2, 3], 3)
     ([0, 2, 1], [1, 0], [2, 0, 1])
 
     Args:
-        ranks: The current ranks of the workers that stay. In the result, new workers follow them.
-        num_workers: Size of the next group.
+        ranks: The current ranks of the workers that stay in the group.
+        num_workers: Size of the next group. The ranks of new workers come last in the result.
     """
     free = [rank for rank in range(num_workers) if rank not in ranks]
     kept = [rank if rank < num_workers else free.pop(0) for rank in ranks]
@@ -82,15 +84,18 @@ def in_places(items: Sequence[ItemT], places: Sequence[int]) -> list[ItemT]:
 
 
 def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
-    """Return, by rank, the partner rank on another node that stores a copy of the rank's shard.
+    """Choose for each rank a partner rank on another node, which stores a copy of the rank's shard of the state.
 
-    Each node's copies go to the next node, in a ring, so that no node stores many more copies than it sends. Ranks
-    without a partner are omitted: their shards go to the driver.
+    Each node sends its copies to the next node in a ring of all nodes, so that no node stores many more copies than it
+    sends.
 
     Args:
-        infos: Node of each worker.
+        infos: Node of each worker, by rank.
         home: The driver's node. Ranks on this node and on the node before it in the ring have no partner, because the
-            driver stores their shards.
+            driver stores copies of their shards.
+
+    Returns:
+        The partner rank by rank, without the ranks that have no partner.
     """
     on_node: dict[str, list[int]] = {}
     for rank, info in enumerate(infos):
@@ -104,12 +109,12 @@ def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
 
 
 def _numbered_nodes(infos: Sequence[WorkerInfo]) -> dict[str, int]:
-    """Number the nodes in the order of their first appearance."""
+    """Return an index for each node ID, in the order in which the nodes first appear in `infos`."""
     return {node: index for index, node in enumerate(dict.fromkeys(info.node_id for info in infos))}
 
 
 def _sorted_ids(gpu_ids: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct IDs, sorted. Numeric IDs are sorted by value."""
+    """Return the GPU IDs sorted and without duplicates. Numeric IDs are sorted by value."""
     return tuple(sorted(set(gpu_ids), key=_by_number))
 
 

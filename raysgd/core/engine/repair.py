@@ -1,13 +1,13 @@
-"""Recovery: what happens after workers fail.
+"""Recovery: repairs or replaces a worker group after workers have failed.
 
-`GroupRepair.recover` is the entry point. It tries these steps in order:
+`GroupRepair.recover` is the entry point. It tries these methods in order:
 
-1. The survivors continue in place: they keep their processes and form a new group, together with standby workers and
-   new workers if there are any. ADR 9 explains why, and ADR 11 when survivors wait for new workers.
-2. All ranks restore the last snapshot: in rebuilt replicas in the remaining processes, or in new workers.
-3. The failure is raised.
+1. The survivors continue in place: they keep their processes and form a new group, to which standby workers and new
+   workers are added if available. ADR 9 explains why, and ADR 11 when survivors wait for new workers.
+2. All ranks restore the last snapshot, either in rebuilt replicas in the remaining processes or in new workers.
+3. The failure is raised as an error.
 
-Step 1 also lets workers leave or join between two training steps or calls when nothing has failed.
+Method 1 is also used when nothing has failed, to let workers leave or join between two training steps or calls.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from raysgd.exceptions import OnFailure, ReservationTimeoutError, UnevenStepsErr
 
 logger = logging.getLogger(__name__)
 
-STANDBY_WAIT_S = 30.0  # longest wait of survivors for new workers, which can also join later
-_AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example for a file
-_REBUILD_RESERVATION_S = 10.0  # timeout for resources that were seen free: Ray grants them at once or they were taken
+STANDBY_WAIT_S = 30.0  # longest time for which survivors wait for new workers, which can also join later
+_AWAITED_S = 10.0  # how long to wait for a snapshot that a caller needs, for example to save it to a file
+_REBUILD_RESERVATION_S = 10.0  # timeout for free resources: Ray grants them at once unless another program took them
 
 
 class CannotForm(Exception):
     """The ranks cannot form a new group, so only a restart is left.
 
     Args:
-        reason: Message that says why. Empty if no rank is left.
+        reason: Message that says why the group cannot be formed. Empty if no rank is left.
         staying: The ranks that are still usable.
-        is_failure: True if workers failed even though no rank is missing from `staying`.
+        is_failure: True if this counts as a failure of workers even though `staying` contains all ranks.
     """
 
     def __init__(self, reason: str, staying: Collection[int], is_failure: bool = False) -> None:
@@ -74,7 +74,7 @@ class NextGroup:
     """The survivors and standby workers that will form the next group.
 
     Attributes:
-        staying: Ranks of the survivors in the old group.
+        staying: The survivors' ranks in the old group.
         progress_reports: Progress of each survivor, in the order of `staying`.
         joining: The standby workers that join.
     """
@@ -104,23 +104,23 @@ class NextGroup:
 
 @dataclass(frozen=True)
 class GroupChange:
-    """A request to change the group in place, which means that workers that stay keep their processes.
+    """A request to change the group in place: workers leave or join, and the workers that stay keep their processes.
 
     Attributes:
         kind: Kind of event to record in the history. If ranks are lost, "continued" is recorded instead.
-        cause: Returns a message with the reason, given the lost ranks.
+        cause: Takes the lost ranks and returns a message with the reason for the change.
         staying: Ranks that should stay in the group.
         began: Time at which the change began.
-        num_awaited: Wait for starting workers until the group has this many members. 0 waits only to reach
-            `min_workers`.
-        budget: The retries that the change may use. None if it costs no retry.
+        num_awaited: Number of members up to which the group waits for workers that are starting. 0 waits only until
+            there are `min_workers` members.
+        budget: The retries that the change may use. None if the change costs no retry.
         leaving: Ranks that leave without having failed.
         orphans: Progress and metrics of the leaving ranks, which other ranks take over.
         wait_s: Longest time to wait for starting workers, in seconds.
-        goes_on: True if the ranks that stay continue with their current state. False if all ranks will restore a
-            snapshot.
-        only_copies: True if the group is formed only to copy its state to the driver. Then no worker joins, and any
-            number of ranks is enough.
+        goes_on: True if the ranks that stay continue with their current training state. False if all ranks will restore
+            a snapshot.
+        only_copies: True if the group is formed only to copy its state to the driver. Then no worker joins, and one
+            rank is enough.
     """
 
     kind: EventKind
@@ -137,11 +137,11 @@ class GroupChange:
 
 
 NotInPlace = tuple[EventKind, str]
-"""A change that needs a restart: the kind of the restart's event in the history, and its cause."""
+"""Why the group cannot be changed without a restart: the kind of event to record for the restart, and its cause."""
 
 
 class GroupRepair:
-    """Repairs the group of a trainer after a failure, or replaces it.
+    """Repairs or replaces a trainer's worker group after a failure.
 
     Args:
         lifecycle: Holds the worker group.
@@ -169,7 +169,7 @@ class GroupRepair:
 
         Raises:
             WorkerError: User code raised an exception.
-            UnevenStepsError: The ranks took different steps, so that some ranks would wait for other ranks forever.
+            UnevenStepsError: The ranks ran different steps, so some ranks would have waited for other ranks forever.
             WorkersLostError: The retries are used up, or too few workers can be started.
         """
         self._lifecycle.check_active()
@@ -209,7 +209,10 @@ class GroupRepair:
         return self._is_restored_inside
 
     def change_held(self, report: GroupReport) -> bool:
-        """Change the group while its ranks wait at a step. Return True if the call can resume where it stopped."""
+        """Let workers leave or join while the ranks wait between two steps of a call.
+
+        Return True if the call can resume where it stopped, or False if it must start over.
+        """
         self._lifecycle.check_active()
         reason = self._monitor.reason
         self._monitor.go_on()
@@ -220,10 +223,12 @@ class GroupRepair:
         return self._is_inside_after(self.change(leaving, reason, parts))
 
     def _is_inside_after(self, failed: NotInPlace | None) -> bool:
-        """Restart the workers if a group change failed. Return True if the call can resume where it stopped.
+        """After an attempt to change the group, restart the workers if necessary.
+
+        Return True if the call can resume where it stopped, or False if it must start over.
 
         Args:
-            failed: Why the change needs a restart. None if it succeeded.
+            failed: Why the change needs a restart. None if the change succeeded.
         """
         if failed is None:
             return True
@@ -233,11 +238,16 @@ class GroupRepair:
 
     @property
     def _is_restored_inside(self) -> bool:
-        """True if the snapshot that was just restored was taken inside the running call."""
+        """True if the snapshot that was just restored was taken during the running call, so the call can resume."""
         return self._snapshots.is_inside and not self._snapshots.calls_since
 
     def _in_words(self, diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
-        """Return a description of why the current group failed. `gone` lists further ranks known to be lost."""
+        """Return a description of why the current group failed.
+
+        Args:
+            diagnosis: The cause of the failed call.
+            gone: Ranks that are known to be lost in addition to the ranks in `diagnosis`.
+        """
         group, lost = self._lifecycle.running, {*gone, *(diagnosis.ranks if diagnosis.kind == "died" else ())}
         return words(diagnosis, gone, group.nodes_of(lost, group.infos))
 
@@ -258,7 +268,7 @@ class GroupRepair:
     def _refuse_to_repeat(self, diagnosis: Diagnosis, report: GroupReport, cause: str) -> NoReturn:
         """End the group and raise `WorkersLostError`, because the state from before the call is lost.
 
-        The survivors may be in the middle of the call, so it can neither continue nor start over.
+        The survivors may have completed part of the call, so the call can neither continue nor start over.
         """
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
@@ -303,12 +313,12 @@ class GroupRepair:
     # ------------------------------------------------------------------------------ before workers are killed
 
     def fetch_only_state(self, after: GroupReport | None = None) -> None:
-        """If only the workers have the state, copy it to the driver before any worker is killed, even during a call.
+        """Before workers are killed, copy their training state to the driver if it exists nowhere else.
 
         If no worker has a complete state any more, log a warning and give the state up.
 
         Args:
-            after: The report of the failed call. None if ranks may still be inside a call.
+            after: The report of the failed call. None if ranks may still be running a call.
         """
         lifecycle = self._lifecycle
         self.await_only_state()
@@ -334,9 +344,9 @@ class GroupRepair:
         """After a failure in a call that should end early, copy the survivors' state to the driver.
 
         Returns:
-            Each survivor's capture. An empty list if the survivors formed a group but their state is not from inside
-            the call; the group can then run the call. None if they could not form a group, or if user code raised an
-            exception.
+            Each survivor's part of a snapshot from inside the call. An empty list if the survivors formed a group but
+            their state is not from inside the call; the group can then run the call. None if they could not form a
+            group, or if user code raised an exception.
         """
         if not self._spec.regroups or classify(report).kind == "user":
             return None
@@ -356,15 +366,15 @@ class GroupRepair:
         return captures
 
     def await_only_state(self) -> None:
-        """If only workers have the state and a snapshot of it is in transit, wait for that snapshot."""
+        """If a snapshot is in transit and the training state exists only in the workers, wait for the snapshot."""
         if self._lifecycle.holds_only_state and self._snapshots.is_coming:
             self._monitor.await_snapshot()
 
     def _fetch_from(self, living: Collection[int]) -> list[Capture]:
-        """Form a group of the living ranks, so that they are in sync, and fetch their state.
+        """Form a group of the ranks in `living`, so that they are in sync, and copy their state to the driver.
 
         Returns:
-            Each rank's capture. An empty list if a rank was lost while its state was copied.
+            Each rank's part of the snapshot. An empty list if a rank was lost while its state was copied.
 
         Raises:
             CannotForm: No rank is left that has the state.
@@ -388,15 +398,15 @@ class GroupRepair:
     # --------------------------------------------------------------------------------------- changes in place
 
     def _continue_in_place(self, report: GroupReport, budget: RetryBudget) -> NotInPlace | None:
-        """After a failure, form a new group of the survivors, with spares and new workers if there are any.
+        """After a failure, form a new group of the survivors, with spares and new workers if available.
 
         Returns:
-            Why only a restart is left, or None if the group was formed.
+            Why the workers must be restarted, or None if the group was formed.
         """
         lifecycle, group = self._lifecycle, self._lifecycle.running
         began = lifecycle.now()
         survivors = self._settled(report, self._monitor.tell_stuck)
-        if group.stuck and classify(report).kind == "disconnected":  # otherwise a rank died; stuck ranks are just slow
+        if group.stuck and classify(report).kind == "disconnected":  # if a rank died instead, stuck ranks are just slow
             budget.note_hang()
         verb = "does" if len(group.silent) == 1 else "do"
         silent = f"; {named(group.silent)} {verb} not answer any more" if group.silent else ""
@@ -411,7 +421,7 @@ class GroupRepair:
         return self._make(GroupChange("continued", cause, survivors, began, num_awaited, budget))
 
     def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
-        """Interrupt survivors that wait for lost ranks, and return the survivors."""
+        """After a failed call, find the survivors, interrupt any that wait for lost ranks, and return their ranks."""
         survivors = self._lifecycle.running.settle(report, tell_stuck)
         self._lifecycle.suspect(survivors)
         return survivors
@@ -424,7 +434,11 @@ class GroupRepair:
         return any(sign is not None and sign.step <= self._went_on_at for sign in signs.values())
 
     def _wait_for_memory(self, report: GroupReport, diagnosis: Diagnosis) -> NotInPlace | None:
-        """Make survivors that ran out of memory wait for new workers, as long as any are starting."""
+        """After survivors ran out of memory, form a group with new workers. Waits as long as any are starting.
+
+        Returns:
+            Why the workers must be restarted, or None if the group was formed.
+        """
         lifecycle, began, num_short = self._lifecycle, self._lifecycle.now(), len(self._lifecycle.running)
         lifecycle.note_short_of_memory()
         self._went_on_at = None
@@ -444,10 +458,10 @@ class GroupRepair:
         Args:
             leaving: Nodes that are being removed.
             cause: Reason for the change, for the history.
-            parts: Each rank's capture, if the ranks wait at a step inside a call.
+            parts: Each rank's part of a snapshot, if the ranks wait between two steps of a call.
 
         Returns:
-            Why only a restart is left, or None if the change was made.
+            Why the workers must be restarted, or None if the change was made.
         """
         group = self._lifecycle.running
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
@@ -470,11 +484,11 @@ class GroupRepair:
         """Between two calls, add as many workers as the free resources allow.
 
         Args:
-            num_awaited: Wait for starting workers until the group could have this many.
+            num_awaited: Number of workers up to which to wait for workers that are starting.
             cause: Reason for the change, for the history.
 
         Returns:
-            Why only a restart is left. None if the change was made or no worker could join.
+            Why the workers must be restarted. None if the change was made or no worker could join.
         """
         lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
         lifecycle.start_standby()
@@ -487,7 +501,7 @@ class GroupRepair:
         return self.change(frozenset(), cause) if standby.num_ready else None
 
     def can_change(self) -> bool | None:
-        """Between two calls, return True if the replicas can continue in a new group, or None if workers were lost."""
+        """Ask the replicas between two calls whether they can continue in a new group. None if workers were lost."""
         if not self._spec.regroups:
             return False
         report = self._ask_progress()
@@ -501,21 +515,21 @@ class GroupRepair:
         return group.on_replica(replica.replica_progress, everyone, on_wait=self._monitor.poll)
 
     def _make(self, change: GroupChange) -> NotInPlace | None:
-        """Carry out a change, record it in the history, and use a retry if it costs one.
+        """Change the group as requested and record the event in the history. Uses a retry if the change costs one.
 
         Returns:
-            Why only a restart is left, or None if the change was made.
+            Why the workers must be restarted, or None if the change was made.
         """
         lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
 
         def gone(staying: Collection[int]) -> set[int]:
-            """Return the lost ranks, as ranks of the group before the change."""
+            """Return the ranks that were lost, numbered as in the group before the change."""
             infos = lifecycle.running.infos
             kept = {infos[rank] for rank in staying}
             return {rank for rank, info in enumerate(before) if info not in kept} - change.leaving
 
         def end_unless_unformed(error: BaseException) -> None:
-            """Kill a half-formed group so that it is never used, even after Ctrl-C."""
+            """If Ctrl-C or an error left the group half formed, kill it, so that it is never used."""
             if not isinstance(error, CannotForm):
                 self.fetch_only_state()
                 lifecycle.end_call(type(error).__name__)
@@ -546,7 +560,7 @@ class GroupRepair:
         return None
 
     def _try_to_make(self, change: GroupChange) -> NextGroup:
-        """Form the next group. If workers are lost while it forms, try again without waiting for new workers.
+        """Form the requested group. If workers are lost meanwhile, try again without waiting for new workers.
 
         Raises:
             CannotForm: No group can be formed.
@@ -575,7 +589,7 @@ class GroupRepair:
             change = replace(change, num_awaited=0)
 
     def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
-        """Return the surviving ranks of a group that could not be formed.
+        """Return the ranks that survived a failed attempt to form a group.
 
         Raises:
             CannotForm: User code raised an exception, or no worker was lost.
@@ -591,14 +605,14 @@ class GroupRepair:
     # -------------------------------------------------------------------------------- members of the next group
 
     def form(self, change: GroupChange, staying: Sequence[int], without_state: Collection[int] = ()) -> NextGroup:
-        """Choose the members of the next group: the staying ranks, which leave the old group, and standby workers.
+        """Choose the members of the next group: ranks of the old group, which leave it here, and standby workers.
 
-        Workers that die while the group forms are omitted.
+        Workers that die meanwhile are omitted.
 
         Args:
             change: The change for which the group is formed.
             staying: Ranks of the old group that should stay.
-            without_state: Staying ranks that should have received the state in a failed attempt, but did not.
+            without_state: Ranks in `staying` that did not receive the training state in an earlier, failed attempt.
 
         Raises:
             CannotForm: Too few workers are left, or the survivors cannot continue.
@@ -616,7 +630,7 @@ class GroupRepair:
 
         with OnFailure(kill_new_ones):
             formed = self._fill_up(change, formed, without_state)
-            if not change.goes_on:  # otherwise starting workers remain available for a restart
+            if not change.goes_on:  # survivors that continue leave starting workers for a restart
                 missing = min_workers - formed.num_workers
                 formed.joining += standby.take_needed(missing, missing, self._monitor.poll) or []
             if formed.num_workers < min_workers:
@@ -626,7 +640,7 @@ class GroupRepair:
     def _leave_old_group(
         self, change: GroupChange, survivors: Sequence[int], without_state: Collection[int]
     ) -> NextGroup:
-        """Make the survivors leave the old group. Omit survivors that turn out to be dead.
+        """Make the survivors leave the old group. Survivors that turn out to be dead are left out of the next group.
 
         Raises:
             CannotForm: No rank is left to form a new group, or a survivor's user code raised an exception.
@@ -656,7 +670,9 @@ class GroupRepair:
         group.remove_workers([rank for rank in range(len(group)) if rank not in staying and rank not in group.gone])
 
     def _fill_up(self, change: GroupChange, formed: NextGroup, without_state: Collection[int]) -> NextGroup:
-        """Add standby workers. Wait for starting workers until there are `max(num_awaited, min_workers)` members.
+        """Add standby workers to the next group. Wait for more if it has too few members.
+
+        Too few means fewer than `change.num_awaited` or `min_workers`, whichever is larger.
 
         Returns:
             The members that are still alive after the wait.
@@ -675,14 +691,17 @@ class GroupRepair:
             self._remove_others(formed.staying)
             if not self._fill_from_standby(change, formed, max(0.0, deadline - lifecycle.now())):
                 return formed
-            answering = group.answering(formed.staying)  # heartbeats of these ranks were not checked during the wait
+            answering = group.answering(formed.staying)  # ranks that died during the wait were not noticed
             if answering == formed.staying:
                 return formed
             lifecycle.suspect(answering)
             formed = replace(self._leave_old_group(change, answering, without_state), joining=formed.joining)
 
     def _fill_from_standby(self, change: GroupChange, formed: NextGroup, wait_s: float) -> bool:
-        """Add ready standby workers, start more, and wait up to `wait_s` for them. Return True if it waited."""
+        """Add ready standby workers to the next group, start more, and wait up to `wait_s` until they are ready.
+
+        Return True if this method had to wait.
+        """
         standby, most = self._lifecycle.running.standby, self._scaling.max_workers
         admits = all(each.admits for each in formed.progress_reports)
         missing = most - formed.num_workers if admits else 0
@@ -719,7 +738,7 @@ class GroupRepair:
         lifecycle.allow_replacements()
 
         def end(error: BaseException) -> None:
-            """Kill a half-restored group so that it is never used, even after Ctrl-C."""
+            """If Ctrl-C or an error left the group half restored, kill it, so that it is never used."""
             lifecycle.kill_group()
             if kind != "started":
                 is_failure = isinstance(error, WorkersLostError)
@@ -737,10 +756,10 @@ class GroupRepair:
             lifecycle.end_replacements()
 
     def _try_renew(self, after: GroupReport) -> int | None:
-        """Restore the last snapshot in rebuilt replicas, without starting new processes.
+        """Restore the last snapshot in rebuilt replicas in existing processes.
 
-        If replicas can regroup, use only standby workers, because something in the survivors' processes may be the
-        reason why they could not continue.
+        If the survivors could have continued in place but failed to, use only standby workers, because something in the
+        survivors' processes may be broken.
 
         Returns:
             Number of workers kept from the old group, or None if all processes must be replaced.
@@ -752,7 +771,7 @@ class GroupRepair:
         before = set(group.infos)
         if spec.renews:
             staying = self._settled(after, self._monitor.tell_stuck)
-        else:  # find silent ranks: killing an actor does not end a frozen process
+        else:  # avoid nodes of silent ranks: killing an actor does not end a frozen process
             staying = []
             unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
             lifecycle.suspect(group.answering(unknown))
@@ -787,7 +806,7 @@ class GroupRepair:
             decision = scaling.decide(view, self._spec.resources, attempt)
             attempt += 1
             if isinstance(decision, WaitForWorkers):
-                if kind == "started":  # not after a restart, because lost nodes may come back
+                if kind == "started":  # after a failure, it may fit once lost nodes come back
                     impossible = impossibility(self._spec.resources, scaling.min_workers, view, self._spec.words)
                 if decision.delay_s is None:
                     table = impossible or explain(self._spec.resources, scaling.max_workers, view)
@@ -819,7 +838,7 @@ class GroupRepair:
         raise WorkersLostError(f"No group could be started in {scaling.num_attempts} attempts after: {cause}.")
 
     def _refuse_if_lost(self, cause: str) -> None:
-        """Raise `WorkersLostError` if the state is lost: new workers would silently train from the beginning."""
+        """Raise `WorkersLostError` if the training state is lost, because new workers would start from scratch."""
         if not self._snapshots.is_lost:
             return
         if not self._spec.loses_state:
@@ -834,7 +853,10 @@ class GroupRepair:
         )
 
     def _restore_those_left(self) -> bool:
-        """Restore the state in the group, omitting workers that die while it runs. Return False if too few are left."""
+        """Restore the last snapshot in the group. If workers die meanwhile, form a smaller group and try again.
+
+        Return False if too few workers are left.
+        """
         lifecycle = self._lifecycle
         while (failed := self._restore()) is not None:
             on_wait = Monitor(lifecycle, is_of_restore=True).poll
@@ -848,13 +870,13 @@ class GroupRepair:
         return True
 
     def _restore(self) -> GroupReport | None:
-        """Restore the last snapshot in the new group, then repeat the calls since then.
+        """Restore the last snapshot in the new group, then repeat the calls made since that snapshot.
 
         Returns:
             The report of the call in which workers were lost, or None if no worker was lost.
         """
         group, snapshots = self._lifecycle.running, self._snapshots
-        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll  # repeated calls can hang, too
+        on_wait = Monitor(self._lifecycle, is_of_restore=True).poll  # repeated calls may hang, too, so watch them
         snapshot = snapshots.landed
         if snapshot is not None and isinstance(snapshot.shared_state, DividedValue):  # read the shards from live nodes
             parts = snapshot.shared_state.best_on({info.node_id for info in group.infos})

@@ -1,9 +1,10 @@
-"""Snapshots: the state that a restart restores, when it is copied, and which calls must be repeated after a restore.
+"""Snapshots: the training state that a restart restores, when it is copied, and which calls a restart must repeat.
 
-Snapshots are stored on the driver's node, because an object that an actor returned may exist only on the actor's node,
-which may be the lost node. If the state is sharded over the ranks, each shard is stored on two nodes (ADR 92). A worker
-copies its state once, at the end of a call. The copy is sent while the group already runs the next call. Until the copy
-arrives, the calls that it covers are retained, so that they can be repeated from the previous snapshot.
+A worker copies its state at the end of a call, and the copy is sent while the group already runs the next call. Until
+the copy arrives, the calls that it covers are retained, so that they can be repeated from the previous snapshot.
+
+Snapshots are stored on the driver's node, because an actor's return value may exist only on the actor's node and would
+be lost with that node. If the state is sharded over the ranks, each shard is stored on two nodes (ADR 92).
 
 ADR 4 explains why snapshots are taken after calls, why not after every call, and what is repeated instead.
 """
@@ -27,9 +28,9 @@ from raysgd.exceptions import WorkersLostError
 logger = logging.getLogger(__name__)
 
 
-_SHARE = 0.02  # copies may take at most this fraction of the time
+_SHARE = 0.02  # copying may take at most this fraction of the time
 _MAX_REPLAY_S = 30.0
-_MAX_CALLS = 10_000  # retained calls keep their arguments in memory
+_MAX_CALLS = 10_000  # largest number of retained calls, which keep their arguments in memory
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Snapshot:
     Attributes:
         shared_state: State that all ranks share, such as the model. A `DividedValue` if it is sharded over the ranks.
         rank_states: Each rank's own state, by rank.
-        progress: Each rank's progress in the call in which the snapshot was taken. None if taken between calls.
+        progress: Each rank's progress in the call during which the snapshot was taken. None if it was taken between
+            calls.
         reference: Ray's reference to the shared state, if it came through the object store.
     """
 
@@ -49,10 +51,10 @@ class Snapshot:
     reference: Any = None
 
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
-        """Return what each rank of a new group restores in addition to the shared state. The group may have any size.
+        """Return what each rank of a new group restores in addition to the shared state.
 
         A rank restores its own state. From a mid-call snapshot, it also restores the progress of rank 0 and the
-        progress of the old ranks whose metrics it takes over.
+        progress of the old ranks whose metrics it takes over. The new group may have a different size.
         """
         own, progress = own_states(self.rank_states, num_ranks), self.progress
         if progress is None:
@@ -61,7 +63,7 @@ class Snapshot:
 
 
 def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:
-    """Return each rank's own state, or None for ranks that did not exist when the snapshot was taken."""
+    """Return the state that each rank of a new group restores for itself. None for ranks without an old state."""
     return [*rank_states[:num_ranks], *[None] * (num_ranks - len(rank_states))]
 
 
@@ -70,11 +72,12 @@ class NewestSnapshot:
     """A snapshot that has arrived or is in transit. Any thread may use it.
 
     Attributes:
-        landed: The snapshot, if it has arrived.
+        landed: The snapshot, if it has arrived in the driver.
         transfer: The transfer of the shared state, if the snapshot is in transit.
-        token: The worker's token for the shared state.
+        token: Identifies the shared state in the worker that stores it.
         rank_states: Each rank's own state, by rank.
-        progress: Each rank's progress in the call in which the snapshot was taken. None if taken between calls.
+        progress: Each rank's progress in the call during which the snapshot was taken. None if it was taken between
+            calls.
     """
 
     landed: Snapshot | None = None
@@ -88,7 +91,7 @@ class NewestSnapshot:
 
         Raises:
             TimeoutError: The snapshot is still in transit.
-            WorkersLostError: The snapshot was lost with its worker.
+            WorkersLostError: The snapshot was lost, because the worker that sent it died.
         """
         if self.landed is not None:
             return self.landed
@@ -106,9 +109,9 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
     """Return True if a snapshot is due after a call.
 
     Args:
-        every_s: Seconds between snapshots. "auto" limits copies to 2% of the time, but never lets more than 30 s of
-            calls go without a snapshot. None takes no snapshots.
-        copy_s: How long a copy pauses the workers.
+        every_s: Seconds between snapshots. "auto" spends at most 2% of the time on copies, but takes a snapshot anyway
+            once a restart would have to repeat more than 30 s of calls. None takes no snapshots.
+        copy_s: Seconds for which copying pauses the workers.
         since_s: Seconds from the last copy to the end of the call.
         replay_s: Seconds to repeat the calls since the last snapshot, including this call.
         num_calls: Number of calls since the last snapshot, including this call.
@@ -123,10 +126,10 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
 
 
 class SnapshotPace:
-    """Measures how long state copies and calls take, and decides when a copy is due.
+    """Measures how long state copies and calls take, and decides when workers must copy their state.
 
-    The decision is made before a call, because the request to copy is sent with the call. It assumes that the call
-    takes as long as the last call of the same function.
+    The decision is made before a call, because the request to copy is sent with the call. It is based on how long the
+    last call of the same function took.
 
     Args:
         every_s: Seconds between snapshots, "auto" or None. See `is_due`.
@@ -142,11 +145,11 @@ class SnapshotPace:
         self._has_warned = False
 
     def note_call(self, function: Any, seconds: float) -> None:
-        """Record how long a call of `function` took."""
+        """Record how long a call of `function` took, as an estimate for its next call."""
         self._usual_s[function] = seconds
 
     def note_copy(self, seconds: float) -> None:
-        """Record that the state was copied now, and how long the copy paused the workers.
+        """Record that the workers have just copied their state, and for how many seconds this paused them.
 
         Warn once if a copy takes longer than `heartbeat_s`.
         """
@@ -166,7 +169,7 @@ class SnapshotPace:
 
         Args:
             function: The next call's function.
-            replay_s: How long the calls since the last snapshot took.
+            replay_s: How long the calls since the last snapshot took, in total.
             num_calls: Number of calls since the last snapshot.
         """
         usual_s = self._usual_s.get(function)
@@ -176,7 +179,7 @@ class SnapshotPace:
         return is_due(self._every_s, self.copy_s, since_s, replay_s + usual_s, num_calls + 1)
 
     def is_overdue(self, replay_s: float) -> bool:
-        """Return True if a copy is due even without another call: repeating the last calls would take too long."""
+        """Return True if the state should be copied now, because repeating `replay_s` of calls would take too long."""
         return self._every_s == "auto" and replay_s > _MAX_REPLAY_S
 
     def words(self) -> str:
@@ -200,10 +203,10 @@ class Snapshots:
 
     Attributes:
         landed: The newest snapshot that has arrived in the driver.
-        landed_token: The workers' token for `landed`.
-        landed_at: When `landed` arrived.
-        is_awaited: True if a restart must wait longer for the snapshot in transit, because a caller needs it.
-        must_follow: True if the state must be copied as soon as possible.
+        landed_token: Token that identifies `landed` in the workers.
+        landed_at: Time at which `landed` arrived.
+        is_awaited: True if a caller needs the snapshot that is in transit, so that a restart must wait longer for it.
+        must_follow: True if the workers must copy their state as soon as possible.
         last_file: The last checkpoint file that was saved or loaded.
         pace: Decides after which calls a snapshot is due.
     """
@@ -227,7 +230,7 @@ class Snapshots:
 
     @property
     def last_file_in_words(self) -> str:
-        """A sentence about the last saved or loaded file, for errors raised when no snapshot is left."""
+        """A sentence about the last saved or loaded checkpoint file, for errors raised when no snapshot is left."""
         if self.last_file is None:
             return "No file was saved or loaded."
         return f"The last file is {self.last_file}: `load` it into a new trainer."
@@ -239,17 +242,17 @@ class Snapshots:
 
     @property
     def replay_s(self) -> float:
-        """Total time of the calls that neither `landed` nor the snapshot in transit covers."""
+        """Total seconds of the calls completed since the newest snapshot was taken, even if it is still in transit."""
         return sum(self._call_s[self._num_coming_covers :])
 
     @property
     def calls_since_s(self) -> float:
-        """Total time of the calls that `landed` does not cover."""
+        """Total seconds of the calls that must be repeated after `landed` is restored."""
         return sum(self._call_s)
 
     @property
     def num_uncovered(self) -> int:
-        """Number of calls that neither `landed` nor the snapshot in transit covers."""
+        """Number of calls completed since the newest snapshot was taken, even if it is still in transit."""
         return len(self._calls) - self._num_coming_covers
 
     @property
@@ -258,7 +261,7 @@ class Snapshots:
 
     @property
     def is_inside(self) -> bool:
-        """True if `landed` was taken inside a call. That call can resume from it."""
+        """True if the newest snapshot in the driver was taken during a call, so that the call can resume from it."""
         return self.landed is not None and self.landed.progress is not None
 
     @property
@@ -268,24 +271,24 @@ class Snapshots:
 
     @property
     def is_current(self) -> bool:
-        """True if the newest snapshot, arrived or in transit, has the current state."""
+        """True if the training state has not changed since the newest snapshot, which may still be in transit."""
         return self.shares_current and not self._is_stale_for_ranks
 
     @property
     def shares_current(self) -> bool:
-        """True if the newest snapshot has the current shared state. Ranks' own states may have changed since."""
+        """True if the state that all ranks share has not changed since the newest snapshot was taken."""
         return self.has_any and not self._is_stale
 
     @property
     def has_any(self) -> bool:
-        """True if there is a snapshot, arrived or in transit."""
+        """True if any snapshot has arrived in the driver or is in transit."""
         return self.landed is not None or self.is_coming
 
     def completed(self, call: Call | None, seconds: float = 0.0, *, is_repeatable: bool = True) -> None:
-        """Record that a call changed the state.
+        """Record that a call changed the training state.
 
         Args:
-            call: The call, or None if it can never be repeated.
+            call: The call. None for a change that can never be repeated.
             seconds: How long the call took.
             is_repeatable: False if repeating the call may give a different result. A snapshot must then be taken as
                 soon as possible.
@@ -309,15 +312,15 @@ class Snapshots:
         return self._coming
 
     def touch(self) -> None:
-        """Record that the state may have changed outside of a call."""
+        """Record that the training state may have changed, so the newest snapshot no longer counts as current."""
         self._is_stale = True
 
     def touch_ranks(self) -> None:
-        """Record that ranks' own states may have changed outside of a call."""
+        """Record that ranks' own states, such as random generators, may have changed since the newest snapshot."""
         self._is_stale_for_ranks = True
 
     def leave_call(self) -> None:
-        """Record that the interrupted call will not resume, so snapshots no longer count as taken inside it."""
+        """Record that an interrupted call will not resume, so a snapshot taken inside it counts as taken after it."""
         if self._coming is not None and self._coming.progress is not None:
             self._lose_coming()
         if self.landed is not None and not self._calls:
@@ -325,18 +328,20 @@ class Snapshots:
 
     @property
     def is_coming(self) -> bool:
-        """True if a snapshot is in transit. Until it arrives, no new snapshot is taken, which would replace it."""
+        """True if a snapshot is in transit to the driver. Until it arrives, no new snapshot is taken."""
         return self._coming is not None
 
     def take_captures(
         self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False
     ) -> None:
-        """Create a snapshot from the ranks' captures. If the shared state is not in the captures, start its transfer.
+        """Create a snapshot from the copies that the ranks made of their state.
+
+        If the state that all ranks share was not sent with the captures, start its transfer to the driver.
 
         Args:
-            captures: Each rank's capture, by rank.
-            fetch: Starts a transfer to the driver: of the shared state, given rank 0's token, or of all shards, given a
-                list of all ranks' tokens.
+            captures: Each rank's part of the snapshot, by rank.
+            fetch: Starts a transfer to the driver. Given rank 0's token, it transfers the shared state. Given a list of
+                all ranks' tokens, it transfers all shards.
             is_first: True if the ranks have just been set up, so that the snapshot covers no call.
         """
         self.poll()
@@ -355,14 +360,17 @@ class Snapshots:
             self._num_covered, self.is_awaited = num_covered, False
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
-        """Receive the snapshot in transit if it arrives within `timeout_s`. None waits without limit."""
+        """Wait up to `timeout_s` for the snapshot in transit, and store it in `landed` if it arrives.
+
+        None waits without limit.
+        """
         if self._coming is None:
             return
         try:
             snapshot = self._coming.result(timeout_s)
         except TimeoutError:
             return
-        except WorkersLostError as error:  # nothing else is lost: the previous snapshot and later calls are retained
+        except WorkersLostError as error:  # the previous snapshot and the calls since then are still available
             reason = error.__cause__
             # Ray's error contains the remote traceback; its cause has only the message.
             logger.warning(
@@ -374,7 +382,7 @@ class Snapshots:
         self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
-        """Discard the snapshot in transit and `landed_token`, because the replicas that they refer to have ended."""
+        """Discard the snapshot in transit and `landed_token`, because the replicas that they came from have ended."""
         if self.is_coming:
             self._lose_coming()
         self.landed_token = None
@@ -386,7 +394,7 @@ class Snapshots:
         self._land(snapshot, self.landed_token, len(self._calls))
 
     def forget_calls(self) -> None:
-        """Discard the calls since `landed`, so that a restart continues from `landed` without repeating them."""
+        """Discard the retained calls, so that a restart continues from the last snapshot without repeating calls."""
         self._calls.clear()
         self._call_s.clear()
 
@@ -402,7 +410,7 @@ class Snapshots:
         self._num_gaps_landed, self.must_follow = self._num_gaps, False
 
     def _lose_coming(self) -> None:
-        """Discard the snapshot in transit. If any calls are not covered by a snapshot, another must be taken soon."""
+        """Discard the snapshot in transit. If the driver's snapshot is outdated, request a new snapshot soon."""
         self._coming, self._is_stale = None, True
         self.must_follow = bool(self._calls)
 
@@ -433,7 +441,12 @@ class Snapshots:
             self.completed(None)
 
     def note_broken_off(self, call: Call, *, has_group: bool) -> None:
-        """Record that a call was aborted: the state of the surviving ranks is in no snapshot."""
+        """Record that a call was aborted, after which no snapshot has the surviving ranks' state.
+
+        Args:
+            call: The aborted call.
+            has_group: True if the group survived.
+        """
         self.leave_call()
         if call.changes_state and has_group:
             self.touch()
@@ -446,16 +459,24 @@ class Snapshots:
         return not self.is_coming and self.pace.is_overdue(self.replay_s)
 
     def is_known(self, *, has_group: bool) -> bool:
-        """Return True if the newest snapshot has the current state, so that no copy is needed.
+        """Return True if the newest snapshot has the current training state, so that no copy is needed.
 
-        This also holds if there is no group and no completed call must be repeated: new workers would start from this
-        snapshot.
+        Without a group, the current state is what new workers would start from: the newest snapshot, provided that no
+        completed call must be repeated after it.
         """
         is_whole = not has_group and self._spec.captures and not self.calls_since and not self.has_gap
         return self.is_current or (self.landed is not None and is_whole)
 
     def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Create a snapshot from the ranks' captures. Fetch the shared state from rank 0, or a shard from each rank."""
+        """Create a snapshot from the ranks' captures, and fetch the rest from the workers.
+
+        The rest is the shared state, which rank 0 stores, or if the state is sharded, one shard from each rank.
+
+        Args:
+            group: The group that took the captures.
+            parts: Each rank's part of the snapshot, by rank.
+            is_first: True if the ranks have just been set up, so that the snapshot covers no call.
+        """
 
         def fetch(wanted: int | Sequence[int]) -> Transfer:
             if isinstance(wanted, int):
@@ -468,17 +489,17 @@ class Snapshots:
 
     @property
     def is_lost(self) -> bool:
-        """True if calls changed the state in a way that neither a snapshot nor a repetition can recover."""
+        """True if the training state is lost: it is in no snapshot, and repeating calls cannot recompute it."""
         is_nowhere = self._spec.captures and not self.has_any
         return self.has_gap and (self._spec.loses_state or is_nowhere)
 
     @property
     def is_only_in_workers(self) -> bool:
-        """True if only the workers have the state: it cannot be recomputed, and the driver holds no snapshot."""
+        """True if the training state exists only in the workers: the driver has no snapshot and cannot recompute it."""
         return self.has_gap and self._spec.captures and self.landed is None and not self._spec.loses_state
 
     def restored_from(self) -> str:
-        """Return a description of the state that new workers start from."""
+        """Return a description, for logs, of the training state that new workers start from."""
         num_calls = len(self._calls)
         if num_calls:
             calls = "1 completed call" if num_calls == 1 else f"{num_calls} completed calls"
@@ -489,5 +510,5 @@ class Snapshots:
 
 
 def copy_call() -> Call:
-    """Return a call that does nothing, so that the state is copied after it."""
+    """Return a call that does nothing except that the workers copy their state after it."""
     return Call(replica.nothing, captures=True)

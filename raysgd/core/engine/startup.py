@@ -1,4 +1,8 @@
-"""Standby workers: starts workers outside the group, checks that they stay ready, and lends them to separate calls."""
+"""Standby workers: workers that are started outside the worker group and are ready to replace lost workers.
+
+This module starts them and checks that they stay ready. Until the group needs them, they can be lent to calls that run
+beside training, such as a validation in the background.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +40,18 @@ class StandbyWorker:
 
 
 class Loan:
-    """A loan of a standby worker, which runs a separate call until the group needs the worker.
+    """A loan of a standby worker: the worker runs a call beside the training until the worker group needs it.
 
-    One thread runs at most one call on it, and another thread may recall it.
+    A loan is for at most one call. While one thread waits for the call, another thread may recall the worker.
 
     Args:
         standby_worker: The worker to lend.
         number: Number of the loan. Numbers increase with each loan.
         platform: Used to wait for the worker's answers and to kill its process.
-        spec: Settings of the worker group. `heartbeat_s` and the relay for log lines are used.
+        spec: Settings of the worker group. Only `heartbeat_s` and `relay` are used.
 
     Attributes:
-        is_recalled: True if the group needs the worker.
+        is_recalled: True if the group needs the worker, so that the call must end.
     """
 
     def __init__(self, standby_worker: StandbyWorker, number: int, platform: Platform, spec: GroupSpec) -> None:
@@ -67,8 +71,8 @@ class Loan:
         """Run `function(replica, loan_number, *args)` on the worker and wait for it.
 
         Args:
-            function: Called on the worker. It stops between two batches and returns None if the loan is recalled.
-            make_args: Returns the arguments `args`.
+            function: Called on the worker. If the loan is recalled, it must stop between two batches and return None.
+            make_args: Returns the arguments `args` for `function`.
             on_wait: Called regularly during the call. If it or `make_args` raises, the loan is recalled.
 
         Returns:
@@ -95,7 +99,7 @@ class Loan:
         return None if is_left or found.has_died else found
 
     def recall(self) -> None:
-        """Make the call stop between two batches, or prevent it from starting. May be called from any thread."""
+        """Make the call stop between two batches, or prevent it from starting, so that the loan ends. Thread-safe."""
         with self._lock:
             self.is_recalled = True
             if self._call is not None:
@@ -119,15 +123,15 @@ class Loan:
 
 
 class StartupCheck:
-    """Kills workers that freeze while they start or stand by, so that nothing waits for them forever.
+    """Kills workers that freeze while they start or stand by, so that no caller waits for them forever.
 
-    It polls the workers, even while they are busy. The silence of a worker that has never answered counts from the time
-    when Ray knows its process, because before that the process may not exist yet.
+    It polls the workers, even while they are busy, and kills workers that do not answer. A worker that has never
+    answered may not have a process yet, so its silence counts only from the time when Ray reports its process.
 
     Args:
         platform: Used to read the workers' answers and to find and kill their processes.
-        heartbeat_s: A worker that does not answer for this many seconds is killed, but not before it has had time to
-            import a framework.
+        heartbeat_s: A worker that does not answer for this many seconds is killed. At least two minutes are allowed,
+            because importing a framework takes time.
 
     Attributes:
         lost: Workers that the last `poll` found dead or killed.
@@ -166,7 +170,7 @@ class StartupCheck:
             if worker in self._infos:
                 self._end(worker, self._infos[worker])
                 self.lost.append(worker)
-            elif (info := self._platform.find_process(worker)) is not None:  # may be new: its silence counts from now
+            elif (info := self._platform.find_process(worker)) is not None:  # it may be new: silence counts from now
                 self._infos[worker] = info
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
@@ -192,7 +196,7 @@ class Replacements:
 
 
 class StandbyWorkers:
-    """Prepares workers outside the group while the group runs or starts. Logs their errors and never raises them.
+    """Starts and supervises standby workers, which are ready to join the group. Errors are logged, never raised.
 
     Attributes:
         replacements: How many replacements for workers that die while a group starts are still allowed. Shared by all
@@ -249,7 +253,7 @@ class StandbyWorkers:
         return len(slots)
 
     def replace(self, num_lost: int, world_size: int) -> None:
-        """Start replacements for `num_lost` workers that died while they started, as far as still allowed."""
+        """Start replacements for `num_lost` workers that died while they started, up to the number still allowed."""
         if not self._is_cancelled:
             left = self.replacements
             left.num_left -= self.start_more(min(num_lost, left.num_left), world_size)
@@ -257,9 +261,9 @@ class StandbyWorkers:
     def take_ready(
         self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
     ) -> list[StandbyWorker]:
-        """Remove up to `count` ready workers and return them. Wait up to `timeout_s` for starting workers.
+        """Take up to `count` ready workers out of standby and return them. Wait up to `timeout_s` for starting workers.
 
-        If too few are ready, workers on loan are recalled. `on_wait` is called regularly during the wait.
+        If too few workers are ready, recall workers on loan. `on_wait` is called regularly during the wait.
         """
         deadline = self._platform.now() + timeout_s
         self.kill_unresponsive()
@@ -276,7 +280,7 @@ class StandbyWorkers:
     def take_needed(
         self, count: int, most: int, on_wait: Callable[[], None] | None = None
     ) -> list[StandbyWorker] | None:
-        """Wait until at least `count` workers are ready, then remove and return up to `most` ready workers.
+        """Wait until at least `count` workers are ready, then take up to `most` workers out of standby and return them.
 
         Return None if `count` workers can never become ready.
         """
@@ -288,7 +292,10 @@ class StandbyWorkers:
         return None
 
     def lend(self) -> Loan | None:
-        """Lend a ready worker. The group can still recall it. Return None if no worker is ready."""
+        """Lend a ready worker to a call beside the training, from which the group can recall it.
+
+        Return None if no worker is ready.
+        """
         with self._polling:  # first finish any check in another thread, so that no dead worker is lent
             self._see_to_all()
         if not self._ready:
@@ -299,7 +306,7 @@ class StandbyWorkers:
         return loan
 
     def _recall(self, count: int) -> None:
-        """Recall up to `count` workers on loan. A worker whose call does not stop in time stays on loan."""
+        """Recall up to `count` workers from their loans. A worker whose call does not stop in time stays on loan."""
         loans = self._loans[: max(0, count)]
         for loan in loans:
             loan.recall()
@@ -309,7 +316,7 @@ class StandbyWorkers:
         self._take_back()
 
     def _take_back(self) -> None:
-        """End the loans whose call is over. Mark their workers as ready, or remove workers that died in the call."""
+        """End loans whose call is over. Mark the workers as ready, or remove workers that died during the call."""
         for loan in [each for each in self._loans if each.is_over]:
             if not _take_out(self._loans, loan):
                 continue
@@ -377,7 +384,7 @@ class StandbyWorkers:
             self.replace(num_died, self._world_size)
 
     def kill_unresponsive(self) -> None:
-        """Poll the ready workers and kill those that do not answer. Between calls, nothing else checks them."""
+        """Poll the ready workers and kill workers that do not answer. Between calls, no other code checks them."""
         self.look_after()
         idle = self._idle
         if not idle:
@@ -390,7 +397,7 @@ class StandbyWorkers:
                 logger.warning("new worker (process %s) died", standby_worker.info.pid)
                 self._drop([standby_worker])
                 if not answer.answered:
-                    self._platform.kill_process(standby_worker.info)  # it may be stopped (SIGSTOP)
+                    self._platform.kill_process(standby_worker.info)  # the process may be suspended (SIGSTOP)
 
     def _drop(self, idle: Sequence[StandbyWorker]) -> None:
         for each in idle:
@@ -399,7 +406,7 @@ class StandbyWorkers:
                 self.kill(each.worker)
 
     def kill(self, worker: RemoteWorker) -> None:
-        """Kill a worker and free its slot. Also used for workers that were taken but turned out not to be needed."""
+        """Kill a worker and free its slot. The worker may be in standby or have been taken out of it."""
         self._startup.remove(worker)
         worker.kill()
         self._slots.give_back(worker.slot)

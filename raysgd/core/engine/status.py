@@ -16,7 +16,7 @@ from raysgd.core.text.cards import card, fitted, folded, grid, named_lines, two_
 from raysgd.core.text.log_lines import listed
 
 _STRAGGLES = 1.2  # a straggler's own time is at least this multiple of the other ranks' median
-_MOST_ALONE = 16  # with more workers, similar workers share a row
+_MOST_ALONE = 16  # with more workers than this, similar workers share a row
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class WorkerStatus:
 
     @property
     def own_s(self) -> float | None:
-        """Seconds that the worker spent on its own work, not on waiting, in the current or last training call.
+        """Seconds of the current or last training call in which the worker did not wait for other workers.
 
         None if this was not measured or the worker did not answer.
         """
@@ -52,7 +52,7 @@ class SnapshotStatus:
         age_s: Seconds since the snapshot arrived in the driver.
         num_calls_since: Number of completed calls that would be repeated after a restore.
         is_inside: True if the snapshot was taken inside a call.
-        replay_s: How long the calls that would be repeated took.
+        replay_s: Total seconds that the calls to be repeated took when they first ran.
         has_newer: True if a newer snapshot is in transit. Until it arrives, only the workers have the newer state.
     """
 
@@ -81,8 +81,9 @@ class TrainerStatus:
         samples_per_s: Throughput of the current or last training call. None before the first training call.
         straggler: The rank that the other ranks wait for. None if no rank is clearly slower, or if not measured.
         data: Samples used in the current epoch. None if the library does not shard the data.
-        failures: Effect of each failure on the training, oldest first: where survivors continued and what happened to
-            the samples, what a restart started from, or what state remained if neither was possible.
+        failures: A description of each failure's effect on the training, oldest first. It says where survivors
+            continued and what happened to the samples, what a restart started from, or what state remained if neither
+            was possible.
         num_failures: Number of failures from which the trainer recovered.
         num_continued: Number of failures after which survivors kept their processes and continued.
         num_restored: Number of failures after which all workers restarted.
@@ -90,7 +91,7 @@ class TrainerStatus:
         events: The history of the worker groups, oldest first.
         snapshot: The last snapshot. None if no snapshot has arrived yet.
         snapshot_pace: A description of how often snapshots are taken.
-        ledger: What the ranks' time was spent on. None if not measured.
+        ledger: How much time the ranks spent on what, such as steps or loading data. None if not measured.
         global_batch: A description of the global batch, if its size depends on the number of workers. Otherwise empty.
         has_session_ended: True if the workers ended with their Ray session.
     """
@@ -115,7 +116,7 @@ class TrainerStatus:
 
     @property
     def state(self) -> str:
-        """The trainer's state: "running" during a call, "idle" between calls, "ended" after its Ray session."""
+        """The trainer's state: "running" during a call, "idle" between calls, "ended" once its Ray session is over."""
         phases = {each.heartbeat.phase for each in self.workers if each.heartbeat is not None}
         return "ended" if self.has_session_ended else "running" if phases - {"idle", "between calls"} else "idle"
 
@@ -168,7 +169,10 @@ class TrainerStatus:
         return [_row(workers) for workers in self._shown_together()]
 
     def _shown_together(self) -> list[list[WorkerStatus]]:
-        """Group workers in the same phase and epoch, except the straggler. With up to 16 workers, do not group them."""
+        """Return the workers by row of the status. With more than 16 workers, workers in the same phase share a row.
+
+        Workers in different epochs don't share a row, and the straggler always has a separate row.
+        """
         if len(self.workers) <= _MOST_ALONE:
             return [[worker] for worker in self.workers]
         alike: dict[Any, list[WorkerStatus]] = {}
@@ -179,10 +183,10 @@ class TrainerStatus:
 
 
 def find_straggler(own_s: Sequence[float | None]) -> int | None:
-    """Return the rank that takes clearly longer for its own work than the other ranks. None if there is no such rank.
+    """Return the rank that is clearly slower than the other ranks, apart from waiting. None if no rank is slower.
 
     Args:
-        own_s: Each rank's `own_s`, by rank. If any is None, the result is None.
+        own_s: Seconds that each rank did not wait for other ranks, by rank. If any value is None, the result is None.
     """
     known = [seconds for seconds in own_s if seconds is not None]
     if len(known) < len(own_s) or len(known) < 2:
@@ -213,7 +217,7 @@ def compose(
         num_spares=num_spares,
         samples_per_s=samples_per_s,
         straggler=find_straggler([worker.own_s for worker in workers]),
-        data=ledgers[0] if ledgers else None,  # all ranks have the same ledger, up to one step
+        data=ledgers[0] if ledgers else None,  # the ranks' ledgers differ by at most one step
         failures=tuple(event.detail for event in history.events if event.is_failure and event.detail),
         num_failures=history.num_failures,
         num_continued=history.count("continued"),

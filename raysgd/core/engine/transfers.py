@@ -1,4 +1,4 @@
-"""Transfers of values between the driver and the workers.
+"""Transfers of large values, such as snapshots, between the driver and the workers.
 
 ADR 131 explains why workers send values from a separate thread.
 """
@@ -20,8 +20,8 @@ class Transfer:
     """A value in transit from a worker to the driver.
 
     Attributes:
-        result: Returns the value. The argument is the number of seconds to wait, or None for no limit. Raises
-            `TimeoutError` if the value is still in transit, and any other error if it is lost.
+        result: Waits for the value and returns it. The argument is the number of seconds to wait, or None for no limit.
+            Raises `TimeoutError` if the value is still in transit, and any other error if the value is lost.
         reference: Ray's reference to the value, if it is sent through the object store. While the reference exists, the
             value stays in the store of the driver's node.
     """
@@ -52,7 +52,7 @@ def store(value: Any) -> SharedValue:
 
 
 def transfer(call: Any) -> Transfer:
-    """Return the transfer of a call's result. A local call runs at once."""
+    """Return a `Transfer` that receives the result of `call`. A call to a local worker runs at once."""
     if isinstance(call, LocalCall):
         value = call.function()
         return Transfer(lambda timeout_s: value)
@@ -93,8 +93,7 @@ class DividedValue:
 
     Attributes:
         values: The shards that are in this process, by rank. None for the other shards.
-        places: The one or two stored copies of each shard, by rank, in the order in which to try them. Empty for a
-            shard that is not stored.
+        places: The stored copies of each shard, by rank: up to two copies, in the order in which to try them.
     """
 
     values: tuple[Any, ...]
@@ -125,9 +124,9 @@ class DividedValue:
         raise LostPartError(f"The last snapshot is lost, because no remaining node has the shard of rank {index}.")
 
     def best_on(self, nodes: Collection[str]) -> DividedValue:
-        """Return the same value with copies on `nodes` first, because other nodes may be lost.
+        """Return the same value, but let readers try copies on `nodes` first, because other nodes may be lost.
 
-        If a shard that this process holds has no stored copy on `nodes` or on this node, store it on this node.
+        If this process holds a shard of which neither `nodes` nor this node has a copy, store a copy on this node.
         """
         home, values, places = node_here()[0], list[Any](), list[tuple[StoredPart, ...]]()
         for value, places_of_part in zip(self.values, self.places, strict=True):
@@ -141,19 +140,19 @@ class DividedValue:
 
 
 class LostPartError(WorkersLostError):
-    """All copies of a snapshot's shard were lost."""
+    """Raised if a shard of a snapshot cannot be read, because all of its copies were lost."""
 
 
 def together(
     transfers: Sequence[Transfer], nodes: Sequence[str], relays: Mapping[int, tuple[Transfer, StoredPart]]
 ) -> Transfer:
-    """Combine the transfers of all shards into the transfer of one `DividedValue`.
+    """Combine the transfers of all ranks' shards into one transfer, which receives a `DividedValue`.
 
     Args:
         transfers: The transfer of each rank's shard, by rank.
         nodes: ID of each rank's node, by rank.
-        relays: By rank, for shards that are copied to a partner rank instead of the driver: a transfer that is done
-            once the copy exists, and the copy.
+        relays: The shards that are copied to a partner rank instead of the driver, by the rank that sends the shard.
+            Each item is a transfer that is done once the copy exists, and the copy.
     """
 
     def places(rank: int) -> tuple[StoredPart, ...]:

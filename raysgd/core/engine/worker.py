@@ -1,4 +1,4 @@
-"""Workers: the code that runs in a worker's process, and the driver's handles to local and remote workers."""
+"""Workers: the code that runs in a worker's process, and the handles through which the driver calls workers."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ logger = logging.getLogger(__name__)
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-_RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # value of PYTHONBREAKPOINT that Ray sets
+_RAYS_BREAKPOINT = "ray.util.rpdb.set_trace"  # Ray sets PYTHONBREAKPOINT to this value
 _FOLDER = "/dev/fd"
-_RAYLET = "/raylet"  # suffix of the path of the raylet's socket
+_RAYLET = "/raylet"  # the path of the raylet's socket ends with this
 
 
 class WorkerFailed(Exception):
-    """Carries a worker's failure to the driver. Raising it makes Ray report the failure at once."""
+    """Raised in a worker to send a `Failure` to the driver, because Ray reports a raised exception at once."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
         self.failure = failure
 
-    def __str__(self) -> str:  # short, because Ray repeats it in the message of its own exception
+    def __str__(self) -> str:  # short, because Ray includes it in its exception's message
         return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
 
 
@@ -78,7 +78,7 @@ class WorkerAnswer:
 
 
 def with_rank(found: Outcome) -> Outcome:
-    """Return the outcome. If its failure has no rank, because the worker did not know its rank yet, set the rank."""
+    """Return the outcome. If the worker failed before it knew its rank, set the rank in the failure."""
     failure = found.failure
     if failure is None or failure.fault.rank >= 0:
         return found
@@ -86,7 +86,7 @@ def with_rank(found: Outcome) -> Outcome:
 
 
 def notes_of(found: Outcome) -> tuple[WorkerLogLine, ...]:
-    """Return the lines that a worker logged up to this outcome."""
+    """Return the log lines that a worker sent with this outcome."""
     if found.failure is not None:
         return found.failure.notes
     return found.value.notes if isinstance(found.value, WorkerAnswer) else ()
@@ -118,14 +118,15 @@ def packed_bytes(what: str, value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class SentData:
-    """Data that a program passes to a detached trainer. Unpickling it returns `data` itself, without this wrapper.
+    """Wraps data that a program passes to a detached trainer. Unpickling the wrapper returns `data` itself.
 
-    Each call unpickles a new copy. `identity` returns the same object for all copies of the same data.
+    Each call unpickles a new copy of the data. So that the trainer recognizes data that it has received before,
+    `identity` returns the same token for all copies.
 
     Attributes:
         argument: Name of the argument.
         data: The user's data, such as a dataset.
-        token: Identifies the data in the detached trainer's process.
+        token: Identifies the data, however often it is sent.
     """
 
     argument: str
@@ -136,7 +137,7 @@ class SentData:
         return _received, (self.argument, self.data, self.token)
 
 
-_RECEIVED: dict[str, tuple[Any, str]] = {}  # by argument: the data received last, and its token
+_RECEIVED: dict[str, tuple[Any, str]] = {}  # by argument name: the last data received, and its token
 
 
 def _received(argument: str, data: Any, token: str) -> Any:
@@ -165,10 +166,9 @@ def pack(
     args: Sequence[Any],
     number: CallNumber | None = None,
 ) -> tuple[Any, ...]:
-    """Return a call as arguments of `WorkerProcess.on_packed`. The call is pickled once for any number of workers.
+    """Pickle a call, and return the arguments with which `WorkerProcess.on_packed` runs it on any number of workers.
 
-    Object references in `args` are not pickled, only their positions. They become separate arguments, so that Ray
-    resolves them and passes the objects to the worker.
+    Ray object references in `args` are returned as separate arguments, so that Ray replaces them with the objects.
     """
     from ray import ObjectRef
 
@@ -179,7 +179,7 @@ def pack(
 
 
 def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | None) -> WorkerAnswer:
-    """Return the answer to a call. If `capture` is set and the call did not stop at a step, add a copy of the state."""
+    """Return the answer to a call. If `capture` is True and the call completed, include a copy of the state."""
     part = None
     if capture and not isinstance(value, HeldAtStep):
         began = time.perf_counter()
@@ -189,14 +189,14 @@ def _answer(process: WorkerProcess, value: Any, capture: bool, landed: int | Non
 
 
 def _guarded(method: MethodT) -> MethodT:
-    """Decorate a method of `WorkerProcess` so that its exceptions become failures of the call."""
+    """Decorate a method of `WorkerProcess` so that exceptions raised in it are sent to the driver as a `Failure`."""
 
     @wraps(method)
     def guarded(self: WorkerProcess, *args: Any, **kwargs: Any) -> Any:
         self._busy_thread = threading.get_ident()
         try:
             return method(self, *args, **kwargs)
-        except BaseException as error:  # user code may raise anything, which becomes the call's failure
+        except BaseException as error:  # user code may raise anything, even SystemExit
             if not self._is_from_call(error):
                 raise
             failure = self._failure(error)
@@ -206,7 +206,7 @@ def _guarded(method: MethodT) -> MethodT:
 
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Raise `BdbQuit`. Replaces `breakpoint()` in workers, where Ray would wait forever for a debugger."""
+    """Raise `BdbQuit` from `breakpoint()` in a worker, because Ray's version would wait forever for a debugger."""
     raise BdbQuit
 
 
@@ -230,12 +230,12 @@ class WorkerProcess:
         self._reply: WorkerAnswer | Failure | None = None
 
     def describe(self) -> WorkerInfo:
-        """Return where this worker runs. Works even during a call, so the driver also uses it to check for life."""
+        """Return this worker's node, process and GPUs. Works even during a call, so it also serves as a poll."""
         return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
 
     @_guarded
     def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
-        """Run the user's initialization hook, then import the framework. Return where this worker runs."""
+        """Run the user's initialization hook, then import the framework. Return the worker's node, process and GPUs."""
         return self._prepare(initialization_hook)
 
     def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
@@ -245,7 +245,7 @@ class WorkerProcess:
             initialization_hook()
         if self._is_remote:
             self._connection.load()
-            gc.freeze()  # imported modules never become garbage
+            gc.freeze()  # imported modules never become garbage, so collections need not visit them
             gc.enable()
         else:
             self._connection.load_in_driver()
@@ -253,14 +253,14 @@ class WorkerProcess:
 
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Leave the current group, if any, and listen for the ranks of the next group. Return the port."""
+        """Leave the current group, if any, and listen on a port for the ranks of the next group. Return the port."""
         if self._replica is not None or self._world.size:  # a standby worker, or a worker whose `join` failed
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
 
     @_guarded
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> WorkerAnswer:
-        """Join the group and build the replica, replacing a previous replica."""
+        """Join a group and build the replica, which replaces the worker's previous replica."""
         self._world = world
         if self._replica is not None:
             self._end_replica()
@@ -275,10 +275,10 @@ class WorkerProcess:
     ) -> WorkerAnswer:
         """Prepare a standby worker: import the framework, then build and warm up the replica in a group of size 1.
 
-        Without `make_replica`, the replica is built only once the worker has joined a group.
+        If `make_replica` is None, the replica is built only once the worker has joined a group.
 
         Returns:
-            Where this worker runs.
+            An answer with this worker's node, process and GPUs.
         """
         info = self._prepare(hook)
         if make_replica is not None:
@@ -296,7 +296,8 @@ class WorkerProcess:
         """Leave the group, even if it is broken, and listen at `host` for the ranks of the next group.
 
         Returns:
-            The replica's progress and the port. The port is None if the worker must know its next rank to listen.
+            The replica's progress and the port. The port is None if the worker can listen only after it knows its next
+            rank.
         """
         connection, replica = self._connection, self.replica
         connection.leave_for_another()
@@ -305,7 +306,7 @@ class WorkerProcess:
 
     @_guarded
     def regroup(self, world: World, rendezvous: Rendezvous, handover: StateHandover) -> Any:
-        """Join a new group and continue there. Return the replica's facts."""
+        """Join a new group and continue there. Return what the replica's `regroup` returns."""
         self._world = world
         self._connection.join(rendezvous, world, even_alone=True)
         replica: Any = self.replica
@@ -313,25 +314,26 @@ class WorkerProcess:
 
     @_guarded
     def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> WorkerAnswer:
-        """Run `function(replica, *args)`. If `capture` is set, copy the state right after the call."""
+        """Run `function(replica, *args)`. If `capture` is True, copy the state right after the call."""
         return _answer(self, function(self.replica, *args), capture, landed)
 
     def on_packed(self, packed: bytes, *values: Any) -> WorkerAnswer:
-        """Run a call that `pack` pickled. `values` are the objects whose references `pack` passed separately.
+        """Run a call that `pack` pickled. `values` are the objects whose references `pack` returned separately.
 
-        If this worker has already run a call with the same number, sent by a process that died, repeat its reply.
+        If this worker has already run a call with the same number, repeat the reply. That happens if the detached
+        trainer's process died during the call.
         """
         return self._told(_reply_of(self, packed, values))
 
     def attend(self, name: str, packed: bytes) -> WorkerAnswer | None:
-        """Run a call and answer it over a line (a Unix socket). Then run calls that arrive over it until it closes.
+        """Run a call and answer it over a Unix socket. Then run the calls that arrive on the socket until it closes.
 
         Args:
-            name: Address of the line.
+            name: Address of the socket.
             packed: The first call, as pickled by `pack`.
 
         Returns:
-            None, or the last answer if it could not be sent over the line.
+            None, or the last answer if it could not be sent over the socket.
         """
         line = LineEnd(name)
         try:
@@ -350,19 +352,22 @@ class WorkerProcess:
         return cast(WorkerAnswer, self._fail(reply) if isinstance(reply, Failure) else reply)
 
     def last_call(self) -> CallNumber | None:
-        """Return the number of the last numbered call, running or ended. Called from another thread."""
+        """Return the number of the last state-changing call that this worker started, or None.
+
+        Only a detached trainer numbers its calls. This method is called from another thread.
+        """
         return self._number
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` between calls. Return its value or raise its exception unchanged."""
+        """Run `function(*args, **kwargs)` in the thread that runs calls. Exceptions are raised unchanged."""
         return function(*args, **kwargs)
 
     def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Like `execute`, but run `function(replica, *args, **kwargs)`."""
+        """Run `function(replica, *args, **kwargs)` in the thread that runs calls, like `execute`."""
         return function(self.replica, *args, **kwargs)
 
     def beside(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(replica, *args)` in a second thread, possibly during a call. Return None after `close`."""
+        """Run `function(replica, *args)` in a second thread, even during a call. Return None if there is no replica."""
         replica = self._replica
         return None if replica is None else function(replica, *args)
 
@@ -373,7 +378,8 @@ class WorkerProcess:
     def relay(self, references: Sequence[Any]) -> tuple[None, Any]:
         """Copy another worker's result into the object store of this node, where it survives the loss of that worker.
 
-        The driver waits only for the first return value, so the result is not sent to the driver.
+        Ray treats the two return values as separate objects. The driver waits only for the first value, None, so the
+        result itself is not sent to the driver.
         """
         import ray
 
@@ -381,7 +387,7 @@ class WorkerProcess:
         return None, value
 
     def interrupt(self) -> None:
-        """Interrupt collectives that wait for other ranks. Called from another thread."""
+        """Interrupt collectives in which this rank waits for other ranks. Called from another thread."""
         self._connection.interrupt()
 
     def stack(self) -> str:
@@ -407,24 +413,24 @@ class WorkerProcess:
 
     @property
     def replica(self) -> Replica:
-        """The replica. Fails if it has not been built yet."""
+        """The worker's replica. Raises an error if it has not been built yet."""
         assert self._replica is not None, "the worker has no replica yet"
         return self._replica
 
     def _failure(self, error: BaseException) -> Failure:
-        # A worker that is alone in its group has no connection to lose, so the error comes from user code.
+        # A worker that is alone in its group has no connection to other ranks, so the error comes from user code.
         has_lost_group = self._world.is_distributed and self._connection.is_connection_error(error)
         kind: FailureKind = "disconnected" if has_lost_group else "user"
-        is_brief = kind == "disconnected"  # all survivors fail this way at the same time
+        is_brief = kind == "disconnected"  # all survivors fail this way at once, so the descriptions must be cheap
         fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
         joint_work_of = getattr(self._replica, "joint_work_of", lambda error: None)
         failure = Failure(kind, fault, log_lines.drain(), joint_work_of(error))
         if kind == "disconnected":
-            self._connection.give_up(error)  # otherwise ranks that wait for this rank would not notice
+            self._connection.give_up(error)  # lets ranks that wait for this rank notice the failure
         return failure
 
     def _fail(self, failure: Failure) -> Any:
-        """Raise the failure of a call."""
+        """Send the failure of a call to the driver by raising it."""
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
@@ -433,10 +439,10 @@ class WorkerProcess:
 
 
 def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ()) -> WorkerAnswer | Failure:
-    """Run a packed call and return its reply.
+    """Run a call that `pack` pickled and return the answer, or the failure if it raised an exception.
 
-    This is a function rather than a method because Ray adds a frame around each method of an actor, and users would see
-    these frames in tracebacks.
+    This is a function rather than a method because Ray wraps each method of an actor, and users would see the wrapper's
+    frames in tracebacks.
     """
     process._busy_thread = threading.get_ident()
     number = None
@@ -452,7 +458,7 @@ def _reply_of(process: WorkerProcess, packed: bytes, values: Sequence[Any] = ())
             reply: Any = _answer(process, function(process.replica, *args), capture, landed)
         else:
             reply = process._reply
-    except BaseException as error:  # user code may raise anything, which becomes the call's failure
+    except BaseException as error:  # user code may raise anything, even SystemExit
         if not process._is_from_call(error):
             raise
         reply = process._failure(error)
@@ -473,12 +479,12 @@ def cannot_import(module: str | None) -> ModuleNotFoundError:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call of the rank that runs in the driver. The driver runs it when it gathers the results."""
+    """A call to the rank that runs in the driver. The driver runs the call when it gathers the ranks' answers."""
 
     function: Callable[[], Any]
 
     def run(self, rank: int) -> Outcome:
-        """Run the call. A failure keeps the exception's live traceback for debuggers."""
+        """Run the call. If it raises an exception, the returned failure contains its live traceback, for debuggers."""
         try:
             return Outcome(rank, self.function())
         except WorkerFailed as carrier:
@@ -488,22 +494,22 @@ class LocalCall:
 class LocalWorker:
     """The driver's handle to the worker in the driver process (`use_local=True`).
 
-    It has the same methods as `RemoteWorker`, but a call runs only when its result is gathered, in the driver's thread.
-    A debugger can therefore stop in the call.
+    It has the same methods as `RemoteWorker`, but a call runs only when the driver gathers the results. It then runs in
+    the driver's thread, so that a debugger can stop in it.
     """
 
     is_local = True
 
     def __init__(self, connection: Connection) -> None:
-        # None: the number of threads in the driver is left to the user.
+        # In the driver, the user decides how many threads libraries use, so no limit is set.
         self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
 
     def submit(self, method: str, *args: Any) -> LocalCall:
-        """Return the call without running it."""
+        """Return a `LocalCall` of the method without running it. `LocalCall.run` runs it."""
         return LocalCall(partial(getattr(self._process, method), *args))
 
     def interrupt(self) -> None:
-        """Interrupt collectives that wait for other ranks. Called from another thread."""
+        """Interrupt collectives in which this rank waits for other ranks. Called from another thread."""
         self._process.interrupt()
 
     @property
@@ -539,13 +545,16 @@ class RemoteWorker:
         self.actor = _actor_class().options(**options).remote(connection, num_threads, log_level=log_lines.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Start a call of a method. Return Ray's reference to the result."""
+        """Start a call of the worker's method `method`. Return Ray's reference to the result."""
         if method not in _BESIDE:
             self._hang_up()
         return getattr(self.actor, method).remote(*args, **kwargs)
 
     def ask(self, packed: bytes, *values: Any) -> Any:
-        """Start a packed call over a line (a Unix socket to the worker) if possible, otherwise through Ray."""
+        """Send a call that `pack` pickled over a Unix socket to the worker if possible, otherwise through Ray.
+
+        Return a `LineCall` or Ray's reference to the result.
+        """
         before = self._call
         self._can_attend = self._can_attend and (before is None or before.was_heard)
         if values or len(packed) > LARGEST or not self._can_attend:
@@ -556,7 +565,7 @@ class RemoteWorker:
         self._hang_up()
         try:
             self._call = LineCall(Line(lambda name: self.actor.attend.remote(name, packed)))
-        except OSError:  # for example in a sandbox, or with too many open files
+        except OSError:  # raised, for example, in a sandbox or if too many files are open
             self._can_attend = False
             return self.submit("on_packed", packed)
         return self._call
@@ -567,7 +576,7 @@ class RemoteWorker:
             self._call = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without the line (a Unix socket to the worker), which works only in this process."""
+        """Return the attributes to pickle, without the Unix socket to the worker, which works only in this process."""
         return {**vars(self), "_call": None}
 
     def kill(self) -> None:
@@ -580,7 +589,7 @@ class RemoteWorker:
 
 
 class _HostedProcess(WorkerProcess):
-    """A worker process in a Ray actor. If Ray assigned no GPU to it, the node's GPUs are hidden from it."""
+    """A worker process in a Ray actor. If Ray assigned no GPU to the actor, the node's GPUs are hidden from it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Garbage collection takes a sixth of the time of importing the framework. A standby worker may import it while
@@ -592,18 +601,18 @@ class _HostedProcess(WorkerProcess):
         super().__init__(*args, **kwargs)
 
     def _fail(self, failure: Failure) -> Any:
-        """Raise the failure, but return it if a connection was lost.
+        """Send the failure of a call to the driver by raising it, or if a connection was lost, by returning it.
 
-        All survivors report a lost connection at the same time, and Ray transfers values faster than exceptions.
+        All survivors report a lost connection at the same time, and Ray transfers return values faster than exceptions.
         """
         return failure if failure.kind == "disconnected" else super()._fail(failure)
 
 
 def let_go_of_ray() -> None:
-    """Make forked child processes close their copy of this process's connection to Ray.
+    """Make child processes that this worker forks close their copy of the worker's connection to Ray.
 
-    Ray notices that a worker was killed when its connection to the worker closes. A child process would hold the
-    connection open, and the loss would be noticed only after `heartbeat_s`.
+    Ray notices that a worker was killed when its connection to the worker closes. A child process would keep the
+    connection open, so the death would be noticed only after `heartbeat_s`.
     """
     numbers = [number for number in map(int, os.listdir(_FOLDER)) if _leads_to_ray(number)]
     os.register_at_fork(after_in_child=lambda: _drop(numbers))
@@ -618,7 +627,7 @@ def _leads_to_ray(number: int) -> bool:
 def _drop(numbers: Sequence[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in numbers:
-        os.dup2(nowhere, number, inheritable=False)  # Ray's code still refers to the number, so it must stay in use
+        os.dup2(nowhere, number, inheritable=False)  # Ray's code still uses the number, so it must stay open
     os.close(nowhere)
 
 
@@ -634,7 +643,7 @@ _BESIDE = {name for names in _GROUPS.values() for name in names}
 
 
 def _actor_class() -> Any:
-    """Return the actor class. It is created on first use, so that Ray is imported as late as possible."""
+    """Return the workers' Ray actor class. It is created on first use, so that Ray is imported as late as possible."""
     global _ACTOR_CLASS
     if _ACTOR_CLASS is None:
         import ray
@@ -652,7 +661,7 @@ def _actor_class() -> Any:
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """Return a function that calls a method of `WorkerProcess`. Ray sets attributes on it instead of on the method."""
+    """Return a function that calls a `WorkerProcess` method. Ray sets attributes on the function, not on the method."""
 
     def method(self: WorkerProcess, *args: Any) -> Any:
         return getattr(WorkerProcess, name)(self, *args)
@@ -664,7 +673,7 @@ _ACTOR_CLASS: Any = None
 
 
 def node_here() -> tuple[str, str]:
-    """Return this process's node ID and address, or without Ray, the host name and the loopback address."""
+    """Return this process's node ID and address. Without Ray, return the host name and the loopback address."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         context = ray.get_runtime_context()

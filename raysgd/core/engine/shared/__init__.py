@@ -1,1 +1,1 @@
-"""Data types and interfaces that all parts of the engine share. Code in workers may import any of these modules."""
+"""Data types and interfaces shared by the engine's code in the driver and in the workers, which may import them all."""

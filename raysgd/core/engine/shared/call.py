@@ -1,4 +1,4 @@
-"""`Call`, a function to run on all workers of a group, and `CallHandle`, the handle to a call in the background."""
+"""`Call`, a function to run on a group's workers, and `CallHandle`, a handle to a call that runs in the background."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ class Call:
     Attributes:
         function: Runs on the worker as `function(replica, *args)`.
         args_for: Returns the arguments of each rank. Called for every attempt, because the number of ranks may change.
-        changes_state: True if the call changes the replicas' state, so that a snapshot or a repetition is needed.
+        changes_state: True if the call changes the replicas' training state. A restart must then restore a snapshot
+            taken after the call or repeat the call.
         keeps_alike: True if replicas that were in sync before the call are in sync after it. If such a call fails on
-            only one rank, the replicas may be out of sync.
+            only some ranks, the replicas may be out of sync.
         captures: True to copy the replicas' state after the call even if no snapshot is due.
         rank: The only rank that runs the call. None for all ranks.
         on_wait: Called in the driver about ten times a second while it waits for the call.
         resume: Resumes the call in a newly formed group, with the same arguments as `function`. None if the call can
             only start over, which is enough for a call that does not change the state.
-        leaves_as_new: True if workers that start later have the state after this call anyway, so that neither a
-            snapshot nor a repetition is needed.
+        leaves_as_new: True if new workers are built with the state that this call produces, so that a restart need not
+            repeat the call.
         check: Called with the values of all ranks before the call counts as completed. If it raises, the group is
             killed, because its replicas are out of sync.
-        divergence: Returns a description of how ranks diverged, so that some would wait for other ranks forever, or ""
-            if they did not diverge. Takes one object per rank: heartbeats during the call, values and failures after
-            the call failed.
+        divergence: Checks whether ranks ran different steps, so that some would wait for other ranks forever. Returns a
+            description, or "" if they did not. Takes one object per rank: its heartbeat while the call runs, its value
+            or failure after the call failed.
         may_continue: False if survivors of a failure must not continue the call in a new group.
         is_short: True if the call may be so short that the time to send it matters.
         is_repeatable: True if repeating the call later gives the same result. False for a function that reads objects
             that the user may change in the meantime.
-        leaves: Called regularly while the call runs. Once it returns True, the call ends early: all ranks stop at the
-            next step, and the call's values are the ranks' captures, copies of their state at that step. Only for calls
-            that can be resumed. See ADR 140.
+        leaves: Called regularly while the call runs. Once it returns True, the call ends early: all ranks stop at an
+            upcoming step, and the call returns a copy of each rank's state at that step. Only for calls that can be
+            resumed. See ADR 140.
     """
 
     function: Callable[..., Any]
@@ -67,7 +68,7 @@ class Call:
 
     @property
     def is_kept(self) -> bool:
-        """True if a restart must not lose the call: a snapshot must cover it, or it must be repeated."""
+        """True if a restart must not lose the call's effect: it must restore a later snapshot or repeat the call."""
         return self.changes_state and not self.leaves_as_new
 
     def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
@@ -103,7 +104,7 @@ def run_into(future: Future[T], work: Callable[[], T]) -> None:
     """Run `work` and set its result or exception on `future`. Used as the target of a thread."""
     try:
         result = work()
-    except BaseException as error:  # even KeyboardInterrupt
+    except BaseException as error:  # including KeyboardInterrupt, which the caller of `future.result` should get
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -1,4 +1,4 @@
-"""The interface of connections, and `NoConnection` for workers that run independently."""
+"""The interface that connects workers for collectives, and `NoConnection` for workers that run independently."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ FORM_TIMEOUT_S = 120.0
 
 
 class Connection(ABC):
-    """Connects one worker with the other workers of its group. All methods run in the worker."""
+    """Connects one worker with the other workers of its group, for example in a PyTorch process group.
+
+    All methods run in the worker.
+    """
 
     def limit_threads(self, num_threads: int) -> None:
-        """Limit the threads of numerical libraries. Works best before these libraries are imported."""
+        """Limit the number of threads of numerical libraries. Works best before these libraries are imported."""
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = str(num_threads)
         torch = sys.modules.get("torch")
@@ -33,9 +36,9 @@ class Connection(ABC):
         self.load()
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
-        """Make the driver, if it is a worker, use only these GPUs, which are reserved for it.
+        """If the driver is a worker, restrict it to the GPUs that are reserved for it.
 
-        Remote workers do not need this, because each sees only its assigned GPUs.
+        Remote workers do not need this, because Ray shows each of them only its assigned GPUs.
         """
 
     @property
@@ -66,8 +69,7 @@ class Connection(ABC):
         Args:
             rendezvous: The addresses of all ranks. This rank's address is the endpoint that it opened.
             world: This worker's rank, group size and so on.
-            even_alone: True to form a group even for a single rank. A model that is wrapped for data parallelism needs
-                a group.
+            even_alone: True to form a group even for a single rank, as a model wrapped for data parallelism requires.
         """
 
     def interrupt(self) -> None:  # noqa: B027 - most connections have nothing to interrupt
@@ -77,7 +79,7 @@ class Connection(ABC):
         """
 
     def give_up(self, error: BaseException) -> None:
-        """Abort communication in which other ranks may wait for this rank, after a call failed in a broken group.
+        """Abort this rank's communication after a call failed in a broken group, so that no other rank waits for it.
 
         Args:
             error: The exception that the call raised.
@@ -86,13 +88,13 @@ class Connection(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Leave the group, and notify ranks that still wait for this rank.
+        """Leave the group, and notify ranks that are still waiting for this rank.
 
         Safe even if the worker has not joined a group or the group is broken.
         """
 
     def leave_for_another(self) -> None:
-        """Leave the group right before joining another group. Cleanup may be postponed."""
+        """Leave the group right before joining another group. Unlike in `leave`, cleanup may be postponed."""
         self.leave()
 
     @abstractmethod

@@ -27,13 +27,13 @@ _NO_DEBUGGER = (
 _NO_INPUT = "EOF when reading a line"  # message of the error that `input` raises without a terminal
 _LONGEST_TEXT = 20_000  # characters of a message or a traceback
 _OF_PLAIN_ERRORS = ("builtins", "raysgd", "torch")
-_LARGEST_ERROR = 2**20  # bytes of a pickled exception; the driver may get one per rank
+_LARGEST_ERROR = 2**20  # bytes of a pickled exception; the driver may receive an exception from every rank
 
 
 def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False) -> WorkerFault:
-    """Describe an exception of user code.
+    """Describe an exception raised by user code as a `WorkerFault`, in the process that raised it.
 
-    The traceback starts at the first frame of user code, because the library's frames before it do not help.
+    The traceback starts at the first frame of user code, because the library's frames before it do not help users.
 
     Args:
         error: The exception to describe. Its traceback is shortened in place.
@@ -64,7 +64,7 @@ def has_user_code(error: BaseException) -> bool:
 
 
 def shortened(text: str, longest: int = _LONGEST_TEXT) -> str:
-    """Return the text. If it is longer than `longest`, cut it and append its length."""
+    """Return `text`, cut to `longest` characters. If it was cut, its full length is appended."""
     return text if len(text) <= longest else f"{text[:longest]} ... (cut; {len(text):,} characters in all)"
 
 
@@ -148,7 +148,7 @@ def _callers(error: BaseException) -> tuple[str, ...]:
 
 
 def _causes(error: BaseException) -> tuple[str, ...]:
-    """Return descriptions of the errors that caused this error, latest first, with the innermost lines of user code."""
+    """Describe the errors that caused this error, latest first, each with its innermost line of user code."""
     causes: list[str] = []
     while len(causes) < _MOST_CAUSES:
         word, before = "caused by", error.__cause__
@@ -164,7 +164,7 @@ def _causes(error: BaseException) -> tuple[str, ...]:
 
 
 def _own_lines(error: BaseException) -> list[str]:
-    """Return the lines of user code in the traceback, then the user's lines that the message quotes, innermost last."""
+    """Return the lines of user code in the traceback, followed by those quoted in the error message, innermost last."""
     own = _frames(error, only_own=True)
     places = [(f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line) for frame in own]
     return [f"{place}: {line}" if line else place for place, line in places] + _quoted(error)[0]
@@ -192,7 +192,7 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Return True if the exception can certainly be pickled. Most connection errors then need no trial pickling."""
+    """Return True if the exception can certainly be pickled. Saves a trial for most connection errors."""
     is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
     return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)
 
@@ -207,7 +207,7 @@ def _travels(value: Any) -> bool:
 
 
 def _packed(value: Any) -> bytes | None:
-    """Return the pickled `value`, or None if it cannot be pickled or unpickled or is too large."""
+    """Return the pickled `value`, or None if it is too large or cannot be pickled and unpickled."""
     import cloudpickle
 
     try:

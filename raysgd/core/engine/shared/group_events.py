@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 EventKind = Literal["started", "continued", "restored", "restarted", "grown", "left", "hung", "lost", "ended"]
 
-# Other events are warnings, because users who have not configured logging see only warnings.
+# Logging levels of events. All other events are logged as warnings, which users see without configuring logging.
 _LEVELS = {"started": logging.DEBUG, "restarted": logging.INFO}
 _RECOVERED = {"continued": "resumed", "restored": "restarted all workers and resumed"}
 
@@ -28,18 +28,18 @@ class GroupEvent:
             * "started": The first group was started.
             * "continued": Survivors of a failure kept their processes and continued in a new group.
             * "restored": After a failure, all workers restored a snapshot.
-            * "restarted": New workers restored a snapshot after the old workers had been stopped: after Ctrl-C, after
-              an exception that left some of them stuck, or after a call had used up its retries.
+            * "restarted": New workers restored a snapshot because the old workers had been stopped. That happens after
+              Ctrl-C, after an exception that left some workers stuck, and after a call has used up its retries.
             * "grown": More workers joined.
             * "left": Workers left a node that is being removed.
             * "hung": A worker was killed because it did not respond.
             * "lost": A failure ended the call with an error.
-            * "ended": All workers were stopped, after Ctrl-C or an exception that left some of them stuck.
+            * "ended": All workers were stopped after Ctrl-C or after an exception that left some workers stuck.
         old_size: Number of workers before the event.
         new_size: Number of workers after the event.
         seconds: Duration of the event.
         cause: Reason for the event.
-        detail: Effect on the training, for users: for example, where it continues.
+        detail: A description, for users, of the effect on the training: for example, where it continues.
         at: When the event was over, in Unix time.
         num_kept: Number of workers that kept their process while all workers restored a snapshot.
     """

@@ -20,15 +20,15 @@ class FrontEndWords:
     """Front-end-specific wording that the engine adds to its errors and log lines.
 
     Attributes:
-        when_shut_down: Added to the error of a call to a trainer that was shut down.
-        when_interrupted: Added to the error of a call during which the trainer was shut down.
+        when_shut_down: Added to the error raised by calls to a trainer that was shut down.
+        when_interrupted: Added to the error raised by a call if the trainer is shut down while it runs.
         when_starved: Added to the error if too few workers can be started.
         when_spent: Added to the error if a worker fails when no retry is left.
         when_not_granted: Added to the error if Ray does not grant the resources in time.
-        with_cpus: Format string of the argument that sets a worker's CPUs, with a placeholder for the number.
+        with_cpus: Format string for the user's argument that sets a worker's CPUs, with a placeholder for the number.
         after_end: Phrase for the history about the state that remains after all workers have ended.
         restart_point: Phrase for the history about the state that new workers start from.
-        name: How error messages of other trainers in the program refer to this trainer.
+        name: How the logs and errors of other trainers in the program refer to this trainer.
     """
 
     when_shut_down: str = ""
@@ -62,15 +62,15 @@ class GroupSpec:
         snapshots_inside: True if workers also copy their state during calls.
         regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place: keep
             their processes and form a new group.
-        runs_on: True if replicas run a user's function that keeps running while the group changes, even between calls.
-            Each replica then keeps its rank. Excludes `regroups`.
+        runs_on: True if replicas run a user's function that keeps running while workers leave or join, and even between
+            calls. Each replica then keeps its rank. Cannot be combined with `regroups`.
         renews: True if survivors that cannot continue in place keep their processes and rebuild their replicas.
         num_spares: Number of spare workers that are ready to replace lost workers.
         packs: True to place workers on as few nodes as possible. False to spread them over as many as possible.
         within: The existing placement group to use. "default" uses the group that this process runs in, if any. None
             uses no existing group.
         heartbeat_s: A worker without a heartbeat for this many seconds counts as lost.
-        settle_timeout_s: How long a survivor of a failure may take to finish its step.
+        settle_timeout_s: How many seconds a survivor of a failure may take to finish its step.
         relay: Logs the workers' log lines in the driver.
         words: Front-end-specific wording for errors and log lines.
     """
@@ -97,12 +97,12 @@ class GroupSpec:
 
     @property
     def captures_after_calls(self) -> bool:
-        """True if workers copy their state after calls on their own, without a request by the call."""
+        """True if workers copy their state after calls even if the call does not request it."""
         return self.captures and self.snapshot_every_s is not None
 
     @property
     def loses_state(self) -> bool:
-        """True if the workers' state is never copied, so that it is lost with the workers."""
+        """True if the user disabled snapshots, so the training state is lost together with the workers."""
         return self.captures and self.snapshot_every_s is None
 
     @property
@@ -112,7 +112,7 @@ class GroupSpec:
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if survivors of a failure can be used again, so the engine must find out which workers survived."""
+        """True if survivors of a failure can be reused, so the engine must find out which workers survived."""
         return self.keeps_processes or self.runs_on
 
     @property

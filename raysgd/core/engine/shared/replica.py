@@ -19,12 +19,13 @@ class Capture:
 
     Attributes:
         rank_state: This rank's own state, such as the state of its random generators. Small.
-        shared_state: State that all ranks share, such as model and optimizer. Set only by rank 0, and only if it is
-            small enough to be sent with the answer.
+        shared_state: State that all ranks share, such as model and optimizer. Set only by rank 0, and only if the state
+            is small enough to be sent with the answer to the call.
         progress: This rank's progress in the running call, for a mid-call snapshot. Small.
-        token: Identifies shared state that is stored in the worker until it is fetched. None if none is stored.
+        token: Identifies the copy of the shared state that the worker stores until the driver fetches it. None if the
+            worker stores no copy.
         is_part: True if the shared state is sharded. Each rank's token then identifies the rank's shard.
-        seconds: Duration of the copy.
+        seconds: How long the copy took.
     """
 
     rank_state: Any = None
@@ -36,22 +37,36 @@ class Capture:
 
 
 class Replica(Protocol):
-    """The object that holds the model and trains it in a worker process. Each framework has its implementation.
+    """The object that holds and trains the model in a worker process. PyTorch and TensorFlow have their own classes.
 
     Only `fetch` may be called while another method is running.
     """
 
     def setup(self) -> Any:
-        """Build the user's objects, after the worker has joined its group. Return facts that the front end needs."""
+        """Build the user's objects, such as the model, after the worker has joined its group.
+
+        Returns:
+            Facts about the objects that the front end needs, such as the number of models.
+        """
 
     def capture(self, landed_token: int | None) -> Capture:
-        """Copy the state. `landed_token` is the token of the newest shared state that has arrived in the driver."""
+        """Copy the training state and return it or a token for it.
+
+        Args:
+            landed_token: Token of the newest copy that has arrived in the driver, so that the worker can discard it.
+        """
 
     def fetch(self, token: int) -> Any:
-        """Return the stored shared state for `token`. Called from another thread, possibly during training."""
+        """Return the copied state that `token` identifies. Called from another thread, possibly during training."""
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Restore a snapshot. `own_state` is None if the snapshot has no own state for this rank."""
+        """Restore a snapshot.
+
+        Args:
+            shared_state: State that all ranks share, such as the model.
+            own_state: This rank's own state, such as its random generators. None if the snapshot has none for this
+                rank.
+        """
 
     def shutdown(self) -> None:
         """Release resources that would outlive the process or disturb the next replica in it."""
@@ -67,36 +82,36 @@ class RegroupingReplica(Replica, Protocol):
         """Return the replica's progress, after it has left the old group."""
 
     def warm_up(self) -> None:
-        """Run operations that are slow the first time, such as compilation.
+        """Run operations that are slow the first time, such as compilation, before the worker joins a group.
 
-        Their effect on the state does not matter, because the worker receives the state of the group that it joins.
+        They may change the replica's state, because joining the group overwrites it with the group's state.
         """
 
     def regroup(self, world: World, handover: StateHandover) -> Any:
-        """Continue as rank `world.rank` of a new group, after all ranks have joined it. Return facts, like `setup`."""
+        """Continue as rank `world.rank` of a new group that all ranks have joined. Return the same facts as `setup`."""
 
     def heartbeat(self) -> Heartbeat:
         """Return the replica's current progress as a `Heartbeat`."""
 
     def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
-        """Propose to stop the running call after `at` steps, or if `at` is None, `margin` steps from now.
+        """Propose that this rank stops the running call after `at` steps, or if `at` is None, `margin` steps from now.
 
-        A rank that accepts waits at that step until the proposal is settled.
+        If the rank accepts, it waits at that step until `settle_hold` tells it whether all ranks have agreed.
 
         Args:
             number: Number of the proposal. Numbers increase, and a proposal that arrives twice or late is ignored.
             margin: Number of steps from now. Used if `at` is None.
-            at: Number of steps that another rank has accepted.
+            at: Number of completed steps at which another rank has agreed to stop.
 
         Returns:
-            The number of steps, or None if this rank cannot stop there.
+            Number of completed steps at which this rank will stop, or None if it cannot stop there.
         """
 
     def settle_hold(self, number: int, is_agreed: bool) -> None:
-        """Settle a proposal: stop at the proposed step if `is_agreed`, otherwise cancel the proposal."""
+        """Tell this rank the outcome of proposal `number`: stop at the step if `is_agreed`, otherwise continue."""
 
     def last_hold(self) -> tuple[int, bool]:
-        """Return the number of the last proposal, and True if this rank was notified that all ranks agreed to it."""
+        """Return the number of the last proposal to stop, and True if this rank was told that all ranks agreed."""
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
         """Restore a snapshot that was taken inside a call, so that the call can resume there.
@@ -109,7 +124,7 @@ class RegroupingReplica(Replica, Protocol):
         """
 
     def capture_here(self) -> Capture:
-        """Copy the state of the last completed step, with the progress of an interrupted call if it can resume."""
+        """Copy the state after the last completed step, with the progress in an interrupted call if it can resume."""
 
     def part_of_snapshot(self, number: int) -> Capture | None:
         """Return this rank's part of mid-call snapshot `number`, or None if it is no longer stored."""
@@ -119,7 +134,7 @@ ReplicaFactory = Callable[[World], Replica]
 
 
 def nothing(replica: Replica) -> None:
-    """Do nothing. Used for a call that only copies the state."""
+    """Do nothing. Used for calls whose only purpose is that the workers copy their state afterwards."""
 
 
 def fetch(replica: Replica, token: int) -> Any:
@@ -143,9 +158,9 @@ def replica_progress(replica: RegroupingReplica) -> ReplicaProgress:
 
 
 def heartbeat(replica: Any) -> Heartbeat | None:
-    """Return a heartbeat with the process's new log lines.
+    """Return a heartbeat with the lines that the worker process has logged since its last heartbeat or answer.
 
-    The call's answer repeats these lines, because the driver may not read the heartbeat before the call ends.
+    The answer to the running call repeats these lines, because the call may end before the driver reads the heartbeat.
     """
     found = sign_of_life(replica)
     return None if found is None else replace(found, notes=log_lines.glance())
@@ -168,32 +183,34 @@ def capture_here(replica: RegroupingReplica) -> Capture:
 
 
 def hold(replica: Any) -> None:
-    """Interrupt a call that waits for a message from the user's function, so that workers can join.
+    """Interrupt the driver's running call, so that workers can join a group in which a user's function keeps running.
 
-    The function itself keeps running.
+    The interrupted call only waits for messages from the function, and the function is not interrupted.
     """
     replica.hold()
 
 
 def propose_hold(replica: RegroupingReplica, number: int, margin: int, at: int | None) -> int | None:
-    """Propose a step to stop at. Return the step, or None if this rank cannot stop there."""
+    """Propose that the rank stops at a step. Return the step, or None if the rank cannot stop there."""
     return replica.propose_hold(number, margin, at)
 
 
 def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
-    """Settle a proposed stop. `is_agreed` is True if all ranks stop at the step."""
+    """Tell the rank the outcome of proposal `number`. `is_agreed` is True if all ranks stop at the proposed step."""
     replica.settle_hold(number, is_agreed)
 
 
 def last_hold(replica: Any) -> tuple[int, bool]:
-    """Return the number of the last proposed stop, and True if the rank was notified that all ranks agreed."""
+    """Return the number of the last proposal to stop, and True if the rank was told that all ranks agreed to it."""
     found: tuple[int, bool] = replica.last_hold() if hasattr(replica, "last_hold") else (0, False)
     return found
 
 
 def leave_call(replica: Any, number: int) -> None:
-    """Make calls that run on this standby worker for loan `number` or an earlier loan stop between two batches.
+    """Make this standby worker stop the call that it runs on loan between two batches, because the group needs it.
 
-    During a loan, a standby worker runs a separate call until the group needs the worker.
+    Args:
+        replica: The standby worker's replica.
+        number: Number of the loan. Calls of earlier loans are stopped, too.
     """
     replica.leave_call(number)

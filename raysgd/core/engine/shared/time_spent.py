@@ -1,7 +1,8 @@
-"""What each rank's time was spent on: seconds by category (bin), such as useful steps. They add up to the elapsed time.
+"""How much time each rank spent on what: seconds by category, such as steps, waiting for data or recovery.
 
-Workers measure the times (`raysgd/trainer/worker/ledger.py`), and the driver sums them
-(`raysgd/core/history/accounts.py`). ADR 97 explains the bins.
+The categories are called bins, and the seconds of all bins add up to the elapsed time. Workers measure the times
+(`raysgd/trainer/worker/ledger.py`), and the driver sums them (`raysgd/core/history/accounts.py`). ADR 97 explains the
+bins.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BINS: Mapping[str, str] = {
     DRIVER: "driver (between calls)",
     OTHER: "other",
 }
-"""What users see for each bin."""
+"""By bin (category of time): the name that users see."""
 
 SHOWN_FROM = 0.005
 OUTSIDE = (START_UP, EVALUATION, VALIDATION_WAIT, DRIVER)
@@ -54,12 +55,12 @@ _AVOIDABLE = {
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """What one replica's time was spent on, as measured in its worker.
+    """How much time one replica spent on what, as measured in its worker.
 
     Attributes:
-        of: Identifies the replica. Replicas that have the same rank one after the other have different values.
-        seconds: Seconds by bin since the replica got its rank.
-        unsaved_s: Seconds of useful steps since the replica's state was last copied.
+        of: Identifies the replica. If a replica is replaced, its successor with the same rank has a different value.
+        seconds: Seconds by bin (category of time) since the replica got its rank.
+        unsaved_s: Seconds of steps since the replica's state was last copied. A restart would have to repeat them.
         is_successor: True if the replica got its rank when survivors of a failure continued in a new group.
     """
 
@@ -70,16 +71,17 @@ class TimeSpent:
 
     @cached_property
     def total_s(self) -> float:
-        """Total seconds of all bins."""
+        """Total seconds over all bins."""
         return sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
 class TimeLedger:
-    """What the time of a trainer's ranks was spent on.
+    """How much time a trainer's ranks spent on what, such as steps, waiting for data or recovery.
 
     Attributes:
-        ranks: For each rank that has reported, its seconds by bin. They add up to the time that the rank has existed.
+        ranks: For each rank that has reported, its seconds by bin (category of time). A rank's seconds add up to the
+            time for which it has existed.
         notes: Sentences that say what the ledger does not include.
     """
 
@@ -87,7 +89,7 @@ class TimeLedger:
     notes: tuple[str, ...] = ()
 
     def of(self, rank: int) -> Mapping[str, float]:
-        """Return a rank's seconds by bin.
+        """Return a rank's seconds by bin (category of time).
 
         Raises:
             ValueError: The rank has not reported yet.
@@ -98,7 +100,7 @@ class TimeLedger:
         raise ValueError(f"`rank={rank!r}` has no ledger: {'; '.join([known, *self.notes])}.")
 
     def total(self) -> dict[str, float]:
-        """Return the total seconds of all ranks by bin. Empty bins are omitted."""
+        """Return the seconds by bin (category of time), summed over all ranks. Empty bins are omitted."""
         return dict(self._total)
 
     @cached_property
@@ -111,7 +113,7 @@ class TimeLedger:
 
     @property
     def training_s(self) -> float:
-        """Total seconds of all ranks in training calls, including recoveries."""
+        """Seconds in training calls, including recoveries, summed over all ranks."""
         return seconds_in_calls(self.total())
 
     @property
@@ -123,9 +125,11 @@ class TimeLedger:
         return goodput_of(self.total())
 
     def largest_avoidable(self) -> tuple[str, float] | None:
-        """Return what cost the most avoidable time in training calls, and the fraction of their time that it took.
+        """Return the avoidable activity, such as waiting for data, that took the most time in training calls.
 
-        None before the first training call.
+        Returns:
+            The name of the activity and the fraction of the time in training calls that it took. None before the first
+            training call.
         """
         total = self.total()
         inside = seconds_in_calls(total)
@@ -146,7 +150,9 @@ class TimeLedger:
 
 
 def goodput_of(seconds: Mapping[str, float]) -> float | None:
-    """Return the fraction of the time in training calls that was not lost. None without training calls.
+    """Return the fraction of the time in training calls that was neither lost to failures nor spent on protection.
+
+    None if there was no training call.
 
     Examples:
         >>> goodput_of({"useful": 8.0, "data": 1.0, "recovery_form": 1.0, "driver": 100.0})
@@ -157,5 +163,5 @@ def goodput_of(seconds: Mapping[str, float]) -> float | None:
 
 
 def seconds_in_calls(seconds: Mapping[str, float]) -> float:
-    """Return the seconds in training calls, including recoveries."""
+    """Return the seconds in training calls, including recoveries, from the seconds by bin."""
     return sum(spent for name, spent in seconds.items() if name not in OUTSIDE)

@@ -1,8 +1,8 @@
 """Removes the library's frames from the tracebacks that users see. `RAYSGD_TRACEBACK=full` disables this.
 
-As in Keras and JAX, the traceback of the exception object is shortened. No hook of Python or IPython is replaced, and
-debuggers still stop in the user's frames, including frames of a worker in this process. An error that may be a bug of
-raysgd keeps its whole traceback.
+As in Keras and JAX, the traceback of the exception object itself is shortened, and no hook of Python or IPython is
+replaced. Debuggers still stop in the user's frames, even in a worker that runs in this process. An error that may be a
+bug in raysgd keeps its whole traceback.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from raysgd.exceptions import RaySGDError
 ClassT = TypeVar("ClassT", bound=type[Any])
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # errors whose message says all, so the library's frames do not help
-_MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)  # mostly a wrong argument or path of the user
+_SAYS_ALL = (RaySGDError, KeyboardInterrupt)  # errors with complete messages, so the library's frames do not help
+_MOSTLY_SAYS_ALL = (ValueError, TypeError, OSError, ImportError)  # usually caused by a wrong argument or path
 _MOST_FRAMES = 3
 
 
@@ -38,7 +38,7 @@ def hides_library_frames(method: MethodT) -> MethodT:
 
         @wraps(method)
         def items(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True  # hides this frame in pytest and IPython, too
+            __tracebackhide__ = True  # tells pytest and IPython to hide this frame, too
             try:
                 return (yield from method(*args, **kwargs))
             except BaseException as error:
@@ -58,11 +58,12 @@ def hides_library_frames(method: MethodT) -> MethodT:
 
 
 def without_library_frames(error: BaseException, unless: str) -> BaseException:
-    """Shorten an error's traceback to the frames that help a user. Return the error.
+    """Remove the library's frames from an error's traceback. Return the error.
 
     Args:
         error: The error to shorten. Its traceback starts in the caller of this function.
-        unless: How to disable the shortening. Unused here, but the traceback shows users the line of the call.
+        unless: Hint on how to get the whole traceback. It is not used, but tracebacks show users the caller's line with
+            this argument.
     """
     trace = error.__traceback__
     inside = trace.tb_next if trace is not None else None
@@ -78,7 +79,7 @@ def without_library_frames(error: BaseException, unless: str) -> BaseException:
 
 
 def _hide_in_causes(error: BaseException) -> None:
-    """Remove the library's frames from the causes of the error, which Python prints before the error."""
+    """Remove the library's frames from the chained exceptions that Python prints before the error."""
     seen: list[BaseException] = [error]
     for each in seen:
         for before in (each.__cause__, each.__context__):

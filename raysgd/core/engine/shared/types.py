@@ -1,4 +1,4 @@
-"""The data types that the parts of the engine exchange. All are frozen dataclasses."""
+"""The data types that the engine's driver and workers pass to each other. All are frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raysgd.exceptions import WorkerFault
 FailureKind = Literal["died", "disconnected", "user"]
 LOOPBACK = "127.0.0.1"
 PORT_BITS = 16
-"""Number of low bits of an endpoint's number that hold its port. The other bits identify a Unix socket."""
+"""An endpoint's number holds its port in this many low bits. The higher bits identify a Unix socket."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Rendezvous:
     """The addresses at which the ranks of a group listen for each other. The driver sends them through Ray.
 
     Attributes:
-        addresses: Host and port of each rank, by rank. The port may have more bits than `PORT_BITS`.
+        addresses: Host and endpoint number of each rank, by rank. The number holds the port: see `PORT_BITS`.
         on_one_node: True if all ranks run on one node.
         secret: Key with which the ranks of this group authenticate each other.
     """
@@ -79,7 +79,7 @@ class World:
         node_rank: Index of its node.
         num_nodes: Number of nodes that have workers of the group.
         gpu_ids: GPUs that Ray assigned to this worker.
-        node_gpu_ids: GPUs of all workers on its node, in order.
+        node_gpu_ids: GPUs that Ray assigned to any worker on its node, in order.
     """
 
     rank: int
@@ -104,8 +104,8 @@ class Resources:
         num_cpus: Number of CPUs.
         num_gpus: Number of GPUs.
         custom: Amounts of other resources, by name.
-        runtime_env: The Ray runtime environment of the process. Empty for the job's environment.
-        labels: Labels that the node must have. Empty for any node.
+        runtime_env: The Ray runtime environment for the worker's process. If empty, the job's environment is used.
+        labels: Labels that the worker's node must have. If empty, any node is allowed.
     """
 
     num_cpus: float = 1
@@ -129,7 +129,7 @@ class NodeView:
         address: Address of the node.
         total: All resources of the node.
         available: Free resources of the node.
-        is_settling: True if more resources will be free soon, because a removed placement group still holds some.
+        is_settling: True if more resources will be free soon, because Ray has not finished removing a placement group.
     """
 
     node_id: str
@@ -172,11 +172,12 @@ class Failure:
     """The reason why one worker's call did not return a value.
 
     Attributes:
-        kind: "died", "disconnected" or "user". See `Diagnosis`.
+        kind: "died" (the process or node died), "disconnected" (the connection to another rank was lost) or "user"
+            (user code raised an exception).
         fault: Description of the exception.
         notes: Lines that the worker logged before the failure.
-        joint_work: Record of the work in this call that all ranks must do in the same way, such as steps. It shows how
-            ranks diverged. None if not recorded.
+        joint_work: Record of what every rank must do in the same way in this call, such as its steps. Comparing the
+            records shows where ranks diverged. None if nothing was recorded.
     """
 
     kind: FailureKind
@@ -211,9 +212,9 @@ class ReplicaProgress:
     Attributes:
         progress: Number of completed steps of the call. All ranks count steps in the same way.
         is_whole: True if the replica has the state after a completed step, so that other replicas may copy it.
-        obstacle: Reason why the replica cannot continue in another group, or None if it can.
-        words: Description of the progress for users, for the log.
-        admits: True if other workers may join the group at this point.
+        obstacle: Reason why the replica cannot continue in a new group, or None if it can.
+        words: Description of the progress, for the users' log.
+        admits: True if other workers may join the group at this point of the call.
     """
 
     progress: int = 0
@@ -225,14 +226,15 @@ class ReplicaProgress:
 
 @dataclass(frozen=True)
 class StateHandover:
-    """Which ranks of a new group receive the state, and which rank sends it.
+    """Which rank of a new group sends the training state, and which ranks receive it.
 
     Attributes:
         source: Rank in the new group whose state all ranks continue from.
-        takers: Ranks in the new group that lack this state. Each receives it from the rank before it and passes it on.
+        takers: Ranks in the new group that lack this state. The state is passed along a chain: from `source` to the
+            first taker, from there to the second taker, and so on.
         orphans: Progress and metrics of the ranks that left the group without having failed.
-        make_replica: The current replica factory, for joining workers, whose factory may be outdated. None for
-            survivors.
+        make_replica: The current replica factory, for joining workers, which may have been started with an older
+            factory. None for survivors.
     """
 
     source: int = 0
@@ -241,7 +243,7 @@ class StateHandover:
     make_replica: Any = None
 
     def by_node(self, worlds: Sequence[World]) -> StateHandover:
-        """Order the takers so that the state is sent to each node once, starting with the source's node.
+        """Sort `takers` by node, starting with the source's node, so that the state is sent to each node only once.
 
         Args:
             worlds: The `World` of each rank.
@@ -257,12 +259,13 @@ class StateHandover:
 
 @dataclass(frozen=True)
 class DataLedger:
-    """How many samples of the current or last pass over the data were used, are in use or were skipped.
+    """Counts the samples of the current or last pass over the data: samples used, in use and skipped.
 
     Attributes:
         pass_index: Index of the pass, from 0.
-        due: Number of samples that this pass will use in steps. None if this is unknown until the pass ends.
-        used: Number of samples used so far by all workers together. Each sample counts once.
+        due: Number of samples that this pass will use in total. None if the number is unknown until the pass ends.
+        used: Number of samples used so far by all workers together. A sample that is used again after a failure counts
+            once.
         in_flight: Number of samples in the running step. They are used again if the step is interrupted.
         left_out: Number of rows of a stream that could not be read and were skipped.
     """
@@ -289,7 +292,7 @@ class DataLedger:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A replica's answer to a poll: a sign of life, with its progress.
+    """A replica's answer to a poll: a sign of life with the replica's progress.
 
     Attributes:
         epoch: The current epoch.
@@ -298,13 +301,13 @@ class Heartbeat:
         num_samples: Number of samples that this rank has processed in the running call.
         snapshot: Number of the newest snapshot taken inside the running call. 0 if there is none.
         at: Time of the heartbeat, on the worker process's clock.
-        own_s: Seconds that this rank has worked, rather than waited for other ranks, in the current or last training
-            call. None if not measured.
+        own_s: Seconds of the current or last training call in which this rank worked, rather than waited for other
+            ranks. None if not measured.
         data: How many samples were used. None if the library does not shard the data.
         notes: Lines that the process logged since its last heartbeat or answer.
-        time: What the rank's time was spent on. None if not measured.
-        joint_work: Record of the work in the current or last training call that all ranks must do in the same way. None
-            if not recorded.
+        time: How much time the rank spent on what, such as steps or waiting for data. None if not measured.
+        joint_work: Record of what every rank must do in the same way in the current or last training call, such as its
+            steps. None if nothing was recorded.
     """
 
     epoch: int = 0
@@ -327,12 +330,12 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class HeldAtStep:
-    """What a call returns on every rank if it stopped after a step, for example to let workers join.
+    """A call's return value on every rank if the call stopped between two steps, for example to let workers join.
 
     Attributes:
         step: Number of completed steps of the call.
         part: This rank's part of a snapshot taken at that step (a `Capture`).
-        is_planned: True if the call's own arguments told it to end early at this step.
+        is_planned: True if the call's arguments, rather than the driver, told it to end early at this step.
     """
 
     step: int
@@ -342,7 +345,7 @@ class HeldAtStep:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """The outcomes of one call, in rank order."""
+    """The outcomes of one call on a worker group, in rank order."""
 
     outcomes: tuple[Outcome, ...]
 
