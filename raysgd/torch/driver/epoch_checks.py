@@ -1,4 +1,4 @@
-"""Checks in the driver that the results of all workers from a call of `train` or `validate` are consistent."""
+"""Checks in the driver that the workers' results from a call to `train` or `validate` are consistent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | 
     Args:
         name: Name of the data in the warning: "train" or "validation".
         answers: Results of all workers.
-        num_steps: Number of steps that the user requested, or None. If it is 0, nothing is logged.
+        num_steps: Number of steps that the user requested; None for the whole epoch. If it is 0, nothing is logged.
     """
     counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
     if num_steps != 0 and counts == {0}:
