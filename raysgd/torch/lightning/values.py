@@ -37,15 +37,15 @@ class EpochValues:
         self._aggregates: dict[str, Any] = {}
 
     def begin_batch(self, is_counted: bool = True) -> None:
-        """Assign values that are logged from now on to a new batch.
+        """Start a new batch: values that are logged from now on belong to it.
 
-        They are discarded if `is_counted` is False, for a batch that is only padding.
+        For a padding batch, `is_counted` is False, and its values are discarded.
         """
         self.of_batch = {}
         self._is_in_batch, self._is_counted = True, is_counted
 
     def begin_values_of_epoch(self) -> None:
-        """Assign values that are logged from now on to the epoch instead of a batch."""
+        """End the batches: values that are logged from now on belong to the epoch instead of a batch."""
         self._is_in_batch, self._is_counted = False, True
 
     def metrics_of(self, output: Any) -> dict[str, Any]:
@@ -58,7 +58,8 @@ class EpochValues:
     def listening_to(self, module: Any) -> Iterator[None]:
         """Receive the values that the module passes to `self.log` and `self.log_dict` during the `with` block."""
 
-        # Plain functions, because deep-copying a module with bound methods of this object would copy the object, too.
+        # Assign plain functions. With bound methods of this object, deep-copying the module would copy this object,
+        # too.
         def log(
             name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
         ) -> None:
@@ -104,12 +105,12 @@ class EpochValues:
 
         Args:
             meters: Meters with the metrics of the batches.
-            fresh: Unused meters, for the values logged once.
+            fresh: Empty meters, to which the values that were logged once for the epoch are added.
         """
         batches = meters.summary()
         if not self._of_epoch:
             return batches
-        fresh.update(self._of_epoch, n=meters.n or 1)  # weighted by the number of the epoch's samples
+        fresh.update(self._of_epoch, n=meters.n or 1)  # weighted by the epoch's number of samples
         once = fresh.summary()
         values = {**batches, **{name: once[name] for name in self._of_epoch}}
         return MetricSummary(values, {**batches.totals, **once.totals}, {**batches.objects, **once.objects})

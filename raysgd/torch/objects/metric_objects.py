@@ -1,4 +1,4 @@
-"""Support for torchmetrics metrics: each worker accumulates its data, and the value is computed once over all data.
+"""Support for torchmetrics: each worker's metric accumulates data, and one value is computed from all of them.
 
 Up to rounding, the merged states of all workers give the same value as one metric that has seen all data. The mean of
 the workers' values would not: the F1 score, AUROC or correlation of all data is not the mean over its parts.
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 class MetricState:
     """A copy of the state of a metric.
 
-    Merging only collects states, and computing the value reduces them. The value therefore does not depend on how the
-    states were grouped, even for states that torchmetrics does not reduce.
+    Merging only collects states; they are reduced when the value is computed. So the value does not depend on the
+    grouping in which states were merged, even for states that torchmetrics does not reduce.
 
     Attributes:
-        parts: Copied metrics, one for each call of `capture`, in merge order.
+        parts: Copied metrics, one for each call to `capture`, in merge order.
     """
 
     parts: tuple[Metric, ...]
@@ -53,7 +53,7 @@ class MetricState:
 
 
 def capture(metric: Metric) -> MetricState:
-    """Copy the state of a metric, and reset the metric for the next pass.
+    """Copy the state of a metric, then reset the metric for the next epoch.
 
     Args:
         metric: A torchmetrics metric on any device. The metric's built-in synchronization between processes is not
@@ -152,13 +152,13 @@ def _metric_class() -> type[Metric]:
 
 
 def _metrics_in(metric: torch.nn.Module) -> Iterator[Metric]:
-    """Yield a metric and the metrics nested in it, because the state of a wrapper metric is in its children."""
+    """Yield a metric and the metrics nested in it. The state of a wrapper metric is in these nested metrics."""
     metric_cls = _metric_class()
     return (module for module in metric.modules() if isinstance(module, metric_cls))
 
 
 def _prepare_for_copying(metric: Metric) -> None:
-    """Detach the states from their graphs and remove cached values, none of which should be copied."""
+    """Detach a metric's states from their autograd graphs and remove cached values, so that neither is copied."""
     for inner in _metrics_in(metric):
         require_names(inner, "_computed", "_forward_cache", "_to_sync", "_update_count", "_reductions")
         inner._computed = None

@@ -33,7 +33,7 @@ class ModuleModes:
         self.note()
 
     def note(self) -> None:
-        """Record the modes at the end of the evaluation. `give_back` does not restore modes that change after it."""
+        """Record the modes at the end of the evaluation. `give_back` does not restore modes that change later."""
         self._after = [part.training for part, _ in self._before]
 
     def give_back(self) -> None:
