@@ -1,7 +1,8 @@
 """Implements the operator's `register` and `register_data`: checks, prepares, wraps and records the user's objects.
 
 The library trains, saves and restores only the recorded objects, regardless of the operator's other attributes. The
-user may pass a single object, or a container of several, and gets the wrapped objects in the same type of container.
+user may pass a single object or a container of several objects. `register` returns the wrapped objects in the same type
+of container.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def criterion_of(given: Any) -> Any:
 
 
 def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
-    """Check that a loader yields batches. Warn about a dataset, which may yield samples.
+    """Check that a loader yields batches. Warn if the user passed a dataset, which may yield samples.
 
     Args:
         name: Name of the argument of `register_data`, for messages.
@@ -113,7 +114,7 @@ def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
 
 
 def schedulers_of(given: Any) -> RegisteredParts | None:
-    """Return the schedulers in the argument `schedulers` of `register`, which may be empty; None if it is not given."""
+    """Return the schedulers in the argument `schedulers` of `register`, perhaps none; None if it was not passed."""
     if given is None or given is False:
         return None
     return parts_of("schedulers", given, _steps, "a scheduler, which has a `step`", may_be_empty=True)
@@ -167,8 +168,8 @@ class RegisteredObjects:
         models: Models with wrappers such as `DistributedDataParallel`, as training calls them.
         optimizers: Optimizers. With Horovod, they are wrapped.
         criterion: Criterion, wrapped if it has parameters.
-        original_criterion: Criterion without its wrapper if it has trainable parameters; otherwise None.
-        own_criterion: Criterion with its wrapper if it has parameters, trainable or frozen; otherwise None.
+        original_criterion: Unwrapped criterion if it has trainable parameters; otherwise None.
+        own_criterion: Wrapped criterion if it has any parameters, trainable or frozen; otherwise None.
         schedulers: Learning rate schedulers.
         returned: Return value of `register`.
         has_schedulers: True if the argument `schedulers` was passed, even if it is an empty container.
@@ -284,7 +285,7 @@ def register(
         record = replace(record, schedulers=schedulers.items, has_schedulers=True)
     keep(replace(record, returned=tuple(returned)))
     chosen = context.settings.step_options.compile
-    for model in () if chosen is False else record.models:  # compiles in place, so user code keeps valid references
+    for model in () if chosen is False else record.models:  # compiles in place, so the user's references stay valid
         model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
 
@@ -316,7 +317,8 @@ def _with_criterion(
         return record
     assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
     is_trained = any(parameter.requires_grad for parameter in own)
-    # A user's communication hook may have a state that belongs to one model, so the criterion is wrapped without it.
+    # The state of a user's communication hook may belong to one model, so the criterion's wrapper does not get the
+    # hook.
     options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
     wrapped = context.parallel.wrap(record.criterion, context.device_ids, options if context.wrap_ddp else {})
     original = record.criterion if is_trained else None

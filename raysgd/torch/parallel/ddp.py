@@ -1,4 +1,4 @@
-"""The strategy "ddp": `DistributedDataParallel` keeps the replicas in sync, even if the worker group changes."""
+"""The strategy "ddp": `DistributedDataParallel` keeps the replicas in sync, even after the worker group has changed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DDP(Strategy):
         return next(filter(None, (ddp_hooks.obstacle(each.options) for each in self._wrapped)), None)
 
     def reform(self) -> None:
-        """Reinitialize each wrapper in place for the new worker group, because user code holds references to it."""
+        """Reinitialize each wrapper for the new worker group, in place, because user code refers to the wrappers."""
         super().reform()
         for each in self._wrapped:
             self._build_anew(each, init_sync=False)
@@ -150,7 +150,7 @@ class DDP(Strategy):
         return leg
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None]:
-        """Return a function that switches gradient communication off and on, like `DistributedDataParallel.no_sync`."""
+        """Return a function that turns gradient communication off and on, as `DistributedDataParallel.no_sync` does."""
         wrapped = _wrappers(models)
 
         def defer(is_deferred: bool) -> None:
@@ -175,7 +175,7 @@ class DDP(Strategy):
                 omitted.learn([of_all])
             used = [parameter for parameter, count in zip(trained, has_gradient, strict=True) if count]
             for parameter in used:
-                if parameter.grad is None:  # other ranks have a gradient, so this rank takes part with zeros
+                if parameter.grad is None:  # other ranks may have a gradient, so this rank contributes zeros
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.num_ranks)

@@ -37,8 +37,8 @@ from raysgd.trainer.worker.ledger import Ledger
 class StepRows:
     """Exchanges metrics between the ranks of one worker group, before each optimizer step.
 
-    A rank's row contains its metrics' sums as they will be after the step. They include the metrics of the step's
-    batches, which the meters (which accumulate metrics) have held as pending since before the backward pass.
+    A rank's row contains the sums of its metrics as they will be after the step. They include the metrics of the step's
+    batches, which were added to the meters as pending before the backward pass. Meters accumulate metrics.
 
     Args:
         exchange: Sends this rank's row and receives the rows of the other ranks.
@@ -51,7 +51,7 @@ class StepRows:
     def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
         """Exchange rows, once per optimizer step. Called with the last gradients of a backward pass.
 
-        Do nothing if the rows of this step were exchanged, or if the step has more batches.
+        Do nothing if this step's rows were already exchanged, or if the step has more batches to come.
 
         Args:
             batch: Batch whose gradients are being sent.
@@ -85,7 +85,8 @@ class StepRows:
 def gather_rows(size: int) -> Gather | None:
     """Return the function that sends a row and returns the rows of all `size` ranks; None if there is no mesh.
 
-    A single rank gets a function that returns only the given row. It still records rows, because other ranks may join.
+    For a single rank, return a function that returns only the given row. The rank still records rows, because other
+    ranks may join later.
     """
     group = exchanges_at_once()
     return _to_itself if size == 1 else None if group is None else group.gather
@@ -96,7 +97,7 @@ def _to_itself(row: Array) -> list[Array]:
 
 
 def names_of_all(name: str) -> Collection[str] | None:
-    """Send this rank's name to the group and return the names of all ranks; None if there is no mesh.
+    """Send this rank's name to the group and return all ranks' names. Return None without a mesh of direct connections.
 
     All ranks must call this.
     """
@@ -140,7 +141,8 @@ class Exchanges:
             is_last: True if it is the last all-reduce of a model's backward pass.
         """
         self.count(is_last)
-        # After the last all-reduce has started, nothing is left to compute, so waiting for it counts as communication.
+        # Once the last all-reduce has started, nothing is left to compute, so the wait for it is measured as
+        # communication.
         is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()
         received = partial(self._received_last, is_awaited) if is_last else self._received
         return future.then(received)  # the backward pass waits for the returned future, so also for the callback
@@ -174,7 +176,7 @@ class Exchanges:
             raise
 
     def note(self, error: BaseException) -> None:
-        """Store an exception that communication raised, if it means that the group is broken and is the first one."""
+        """Store an exception that communication raised, if it is the first to mean that the group is broken."""
         if self._error is None and self._is_lost(error):
             self._error = error
 

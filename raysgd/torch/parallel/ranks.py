@@ -1,4 +1,4 @@
-"""The view of the worker group that sources of batches need: this replica's rank, and sums over the ranks."""
+"""What the sources of batches need to know about the worker group: this replica's rank, and sums over the ranks."""
 
 from __future__ import annotations
 

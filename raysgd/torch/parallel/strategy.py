@@ -47,7 +47,7 @@ class Strategy:
 
     Args:
         has_others: True if there are other ranks.
-        tells_rows: True to exchange rows, the metrics of each rank, between the ranks in each step.
+        tells_rows: True to exchange rows (each rank's metrics) between the ranks in each step.
 
     Attributes:
         synchronizes: True if every optimizer step involves all ranks.
@@ -56,7 +56,7 @@ class Strategy:
             full state.
         leg: Leg, the part of a training call that this worker group runs. Between calls, an empty leg.
         exchanges: Tracks whether the gradient communication of the running step succeeds.
-        exchanged: ID of one parameter of each model whose gradients have been all-reduced completely.
+        exchanged: For each model whose gradients have been all-reduced completely, the ID of one of its parameters.
         record: Records the actions in a call that all ranks must take in the same order; None if ranks may differ.
         forward_context: Returns the context manager, such as autocast, for forward passes.
         shares_frozen: True if all ranks take frozen parameters from rank 0. False if each rank creates the same frozen
@@ -93,7 +93,7 @@ class Strategy:
         return optimizer
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Copy rank 0's values to all ranks for a model without trainable parameters, which will not be wrapped."""
+        """Copy rank 0's values to all ranks for a model that is not wrapped, as it has no trainable parameters."""
         take_from_first((*(model.parameters() if self.shares_frozen else ()), *model.buffers()))
         self._left_out.append(model)
         return model
@@ -190,7 +190,7 @@ class Strategy:
             self.record = GlobalRecord()
 
     def row_exchange(self, name: str, size: int) -> RowExchange | None:
-        """Return the object that exchanges rows, the metrics of each rank; None if the ranks exchange no rows.
+        """Return the object that exchanges rows (each rank's metrics); None if the ranks exchange no rows.
 
         Args:
             name: Name of this rank.
@@ -252,7 +252,7 @@ class Strategy:
             self.leg.watcher.note_exchange()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average gradients whose all-reduce was deferred to a later batch, although no such batch followed."""
+        """Average gradients whose all-reduce was deferred to a later batch that never came."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Return True if no gradients of earlier batches remain to accumulate into."""
@@ -325,7 +325,7 @@ class Strategy:
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:
-    """Return the mesh, direct connections between the ranks, to sum a tensor; None if PyTorch is faster."""
+    """Return the mesh (direct connections between the ranks) for summing a tensor; None if PyTorch is faster."""
     group = exchanges_at_once() if tensor.device.type == "cpu" else None
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 

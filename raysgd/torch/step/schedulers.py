@@ -26,7 +26,7 @@ _VAL_LOSS = "val_loss"
 
 
 def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], list[Any]]:
-    """Return two lists: the schedulers to step after each optimizer step, and those to step after the epoch.
+    """Return two lists: schedulers to step after each optimizer step, and schedulers to step after the epoch.
 
     The default `train_epoch` steps them.
 
@@ -120,7 +120,7 @@ def values_after_validation(
         validated: Metrics of the validation.
 
     Raises:
-        ValueError: Neither call reported a number with such a name.
+        ValueError: Neither training nor validation reported a number under one of these names.
     """
     reported = {**{validation_name(name): value for name, value in validated.items()}, **validated}
     values: dict[str, float] = {}
