@@ -98,7 +98,7 @@ def check_step(override_tune_step: Any) -> None:
     """Check that `override_tune_step` is None or a function of two arguments: the trainer and a dict.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: `override_tune_step` is something else.
     """
     if override_tune_step is None:
         return

@@ -278,7 +278,7 @@ class TrainingOperator(BaseOperator):
         self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
-        """Return the number of batches to accumulate per optimizer step. Called once per call of `train`.
+        """Return the number of batches to accumulate per optimizer step. Called once per call to `train`.
 
         The default is the trainer's argument. Override this method to change the number over time. All workers must
         return the same number.

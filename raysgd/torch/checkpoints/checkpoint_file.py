@@ -339,7 +339,7 @@ def _is_zip_end(tail: bytes) -> bool:
 
 
 def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[bytes | None, bool]:
-    """Inspect a file's first and last bytes. Return its seal (None without one) and whether it is a zip archive.
+    """Inspect a file's first and last bytes. Return its seal, or None, and whether it is a zip archive.
 
     A file that `torch.save` wrote directly has no seal. Before version 1.6, torch did not write zip archives.
     """

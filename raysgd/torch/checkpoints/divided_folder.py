@@ -137,7 +137,7 @@ def _facts_of(path: Path) -> FileFacts:
 
 @contextlib.contextmanager
 def making(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new temporary folder beside `path`. If the `with` block succeeds, rename the folder to `path`.
+    """Yield a new temporary folder next to `path`. If the `with` block succeeds, rename the folder to `path`.
 
     An earlier checkpoint at `path` is replaced.
 

@@ -91,9 +91,9 @@ def shard_loader(
     """Rebuild a map-style `DataLoader` to load only this rank's shard, or return it unchanged with a reason.
 
     The order of the user's loader is kept. A sequential order stays sequential over many workers, a shuffled order is
-    reshuffled in each pass, and a user's sampler draws the order of all workers' samples. The loader's `batch_size` is
-    the batch size of one worker. With `rule`, it is the batch size of all workers together, and each batch of a user's
-    batch sampler is split over the workers.
+    reshuffled in each pass, and a user's sampler determines the order of all workers' samples. The loader's
+    `batch_size` is the batch size of one worker. With `rule`, it is the batch size of all workers together, and each
+    batch of a user's batch sampler is split over the workers.
 
     All loading options are kept except `in_order=False`. Batches must arrive in order, because a batch that arrives
     early would count for the wrong step. If the user set `in_order=False`, a warning is logged.

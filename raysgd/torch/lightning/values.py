@@ -101,7 +101,7 @@ class EpochValues:
         return self._aggregates[name]
 
     def summary(self, meters: AverageMeterCollection, fresh: AverageMeterCollection) -> MetricSummary:
-        """Return the epoch's metrics: averages over the batches, and values that were logged once for the epoch.
+        """Return the epoch's metrics: averages over its batches, and values that the module logged once for the epoch.
 
         Args:
             meters: Meters with the metrics of the batches.
@@ -195,7 +195,7 @@ class LightningProgress:
         self._began_at = 0
 
     def begin_call(self, epoch: int, num_batches: int) -> None:
-        """Start a call of `train`. An epoch may take several calls.
+        """Start a call to `train`. An epoch may take several calls.
 
         Args:
             epoch: Index of the epoch.

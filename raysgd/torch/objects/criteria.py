@@ -1,4 +1,4 @@
-"""Observes calls of PyTorch's losses, to weight batches by their labels and to compute the accuracy.
+"""Observes calls to PyTorch's losses, to weight batches by their labels and to compute the accuracy.
 
 The accuracy cannot be computed from outputs alone. Scores of shape `(samples, 5, 5)` may have five classes in either
 dimension, and a single number per sample may be a logit, a probability or a value. Each PyTorch loss interprets outputs
@@ -30,7 +30,7 @@ Reading = Literal["classes", "logits", "probabilities", "values"]
 
 
 class LossCall(NamedTuple):
-    """A call of a PyTorch loss.
+    """A call to a PyTorch loss.
 
     Attributes:
         reading: How the loss interprets the output.
@@ -108,7 +108,7 @@ class LossCalls:
 
         Args:
             criterion: Criterion that is or contains a loss.
-            listener: Function that gets a `LossCall` for each call of a loss.
+            listener: Function that gets a `LossCall` for each call to a loss.
             only_labels: True to report only calls to losses that average over labels, such as `CrossEntropyLoss`.
         """
         before, takes_hooks, handles = self._hooked, _takes_hooks(criterion), []

@@ -1,8 +1,8 @@
 """Sets optimizers' hyperparameters after a state was loaded or the config changed.
 
 Loading a state restores the optimizers' momenta and the position in the learning rate schedule. The hyperparameters,
-however, are those that the operator's `setup` chose, not the saved ones. If `config["lr"]` changes later, learning
-rates that `setup` took from it are updated. A new learning rate scales the entire schedule.
+however, keep the values that the operator's `setup` chose. Saved values are ignored. If `config["lr"]` changes later,
+learning rates that `setup` took from it are updated. A new learning rate scales the entire schedule.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return the hyperparameters in `chosen`, replacing the values of those that are also in `new`."""
+    """Return the hyperparameters in `chosen`, with the values in `new` where `new` has them."""
     return [
         [{**group, **numbers} for group, numbers in zip(groups, others, strict=True)]
         for groups, others in zip(chosen, new, strict=True)

@@ -59,7 +59,7 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
         own: Current state of the optimizer.
         saved: State to load.
         copies: Dict to which the filled tensors in `own` are added. Keys are the IDs of the saved tensors.
-        taken: Addresses of memory that must not be written to again.
+        taken: Addresses of memory that was already filled and must not be written to again.
     """
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         for key in own.keys() & saved.keys():
@@ -269,7 +269,7 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
     """Check that saved states match the registered schedulers.
 
     Raises:
-        ValueError: The number of states differs from that of schedulers, or a state has unexpected names or types.
+        ValueError: There are more or fewer states than schedulers, or a state has unexpected names or types.
     """
     require(isinstance(states, list | tuple), "the states of the schedulers are not a list")
     strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]

@@ -1,7 +1,8 @@
 """Support for torchmetrics: each worker's metric accumulates data, and one value is computed from all of them.
 
-Up to rounding, the merged states of all workers give the same value as one metric that has seen all data. The mean of
-the workers' values would not: the F1 score, AUROC or correlation of all data is not the mean over its parts.
+Up to rounding, the merged states of all workers give the same value as a single metric that has seen all data. The mean
+of the workers' values would differ: the F1 score, AUROC or correlation of all data is not the mean of these values over
+parts of the data.
 
 A `MetricState` is detached from the graph, on the CPU, and never communicates. It can be pickled, sent to the driver
 and merged there.

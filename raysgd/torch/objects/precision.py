@@ -1,7 +1,7 @@
 """The numeric precision in which a model is trained: fp32, PyTorch's mixed precision, or NVIDIA Apex.
 
-`Precision` is plain fp32 and the base class of the others. The functions at the end check the user's options `use_fp16`
-and `precision`, and create the `Precision` object that they select.
+`Precision` is plain fp32 and the base class of the other precisions. The functions at the end check the user's options
+`use_fp16` and `precision`, and create the `Precision` object that they select.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Precision:
         """Raise if the requested precision had no effect. Called before each optimizer step."""
 
     def has_skipped(self) -> bool:
-        """Return True if a step was skipped because of overflowed gradients since the last call of this method."""
+        """Return True if a step was skipped because of overflowed gradients since the last call to this method."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class NativeAmp(Precision):
         self.scaler.update()
 
     def has_skipped(self) -> bool:
-        """Return True if a step was skipped since the last call of this method.
+        """Return True if a step was skipped since the last call to this method.
 
         The scale decreases with each skipped step, even if user code calls the scaler itself.
         """

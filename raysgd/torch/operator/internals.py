@@ -2,7 +2,7 @@
 
 It includes the trained parts: which parameters are frozen, and the optimizers' parameter groups, as of the end of
 `setup` or the last `rewrap`. If `rewrap` changed the trained parts, snapshots contain them by name. A new worker, which
-has run only `setup`, then trains the same parts as the others.
+has run only `setup`, then trains the same parts as the other workers.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _check_parameters(optimizer: Any) -> None:
 
 
 def criterion_of(given: Any) -> Any:
-    """Check the argument `criterion` of `register` and return it; None if there is no criterion.
+    """Check the argument `criterion` of `register`, which may be None, and return the argument.
 
     Raises:
         InvalidRegistrationError: The criterion is not callable.
@@ -161,7 +161,7 @@ def _named(parameter: Any, owner: Any) -> str | None:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """The objects that the operator passed to `register`. Empty before that call.
+    """The objects that the operator passed to `register`, before and after wrapping. Empty before `register` is called.
 
     Attributes:
         original_models: Models without wrappers.
@@ -239,7 +239,7 @@ def register(
         operator: Operator, whose hooks for DDP and Apex the user may have overridden.
         context: Rank, device and settings of the operator.
         given: Arguments of the operator's `register`, by name.
-        before: Objects registered by a previous call of `register`.
+        before: Objects registered by a previous call to `register`.
         keep: Stores the registered objects. It is also called before they are complete, because the hooks may read
             them.
 

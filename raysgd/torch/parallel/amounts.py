@@ -68,7 +68,7 @@ class Counted:
         reference: Typical amount, the same on all ranks, by which amounts are divided. If all amounts equal it,
             gradients are not changed by rounding.
         num_ranks: Number of ranks.
-        wait: Waits for the sum of all ranks' amounts and returns it. Called if the amounts were not sent with the
+        wait: Waits for the sum of all ranks' amounts and returns the sum. Called if the amounts were not sent with the
             gradients.
 
     Attributes:
@@ -135,9 +135,9 @@ class Omitted:
         """Record a batch.
 
         Args:
-            index: Index of its global batch in the step.
-            num_drawn: Number of its samples on all ranks.
-            num_omitted: Number of samples that this rank skips.
+            index: Index, in the step, of the global batch to which the batch belongs.
+            num_drawn: Number of samples in the global batch, over all ranks.
+            num_omitted: Number of samples that this rank skips in the batch.
         """
         self._drawn[index] += num_drawn
         self.own[index] += num_omitted

@@ -17,7 +17,7 @@ class Batch:
         weight: Factor for this rank's gradient in the mean over the ranks, if the batch is the only batch of its step.
         num_samples: Number of this rank's samples; 0 for padding, None if unknown.
         total: Number of samples by which the batch is weighted in its step; None without gradient accumulation.
-        number: Number of batches that the leg has drawn, including this batch; 0 if this batch is not from the data.
+        number: Number of batches that training code has requested in the leg, including this batch; 0 before the first.
         index: Number of global batches of the step that are complete after this batch.
         is_last_part: True if the global batch ends with this batch.
         is_boundary: True if the optimizer step ends with this batch. Always True without accumulation.

@@ -2,7 +2,7 @@
 
 `DistributedDataParallel` passes gradients to the hook in buckets. The hook multiplies them by this rank's weight,
 all-reduces them, and records whether that succeeded. With the last bucket of a step, it also sends this rank's metrics
-(`StepRows`). PyTorch allows one hook per model, so raysgd's hook calls the user's hook if there is one.
+(`StepRows`). PyTorch allows one hook per model, so raysgd's hook calls the user's hook, if any.
 
 Some gradients are sent over the mesh instead of gloo. The mesh is raysgd's own set of direct connections between the
 ranks, which is faster for small tensors.
@@ -67,7 +67,7 @@ class _HookState:
 def register(
     parallel: Strategy, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
 ) -> bool:
-    """Install raysgd's hook, which calls the user's hook if there is one. Return True if it was installed.
+    """Install raysgd's hook, which calls the user's hook, if any. Return True if raysgd's hook was installed.
 
     Args:
         parallel: Strategy of the replica.
@@ -144,7 +144,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> Any:
-    """Start an all-reduce with `begin`, and track it. During that of the last bucket, exchange the ranks' metrics."""
+    """Start an all-reduce with `begin`, and track it. For the last bucket, also exchange the ranks' metrics."""
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)

@@ -4,8 +4,9 @@
 The strategy's attribute `leg` is the current leg. Between calls, it is an empty leg, because user code may run backward
 passes between calls, too.
 
-A backward pass belongs to the batch that was drawn last. It is therefore an error to draw a batch with another weight
-while the previous batch still needs its backward pass. `raysgd.torch.parallel.amounts` explains the weights.
+A backward pass belongs to the batch that the training code requested last. So it is an error to request a batch with a
+different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.amounts` explains the
+weights.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Leg:
         refresh: Copies rank 0's buffers of unwrapped models to all ranks. It is called before the first part of each
             global batch. None if there are no such models.
         rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
-        batch: The batch that was drawn last.
+        batch: The batch that the training code requested last.
         began_at: Time at which this rank requested the batch; 0 once the batch's first backward pass has started.
         own_s: Seconds from `began_at` to the backward pass, summed over all batches. In this time, the rank does not
             wait for other ranks.
@@ -119,7 +120,7 @@ class Leg:
         is_last: bool = True,
         is_last_part: bool = True,
     ) -> None:
-        """Start a batch that was drawn from the data.
+        """Start a batch from the data, which the training code has requested.
 
         Args:
             weight: Weight of this rank's gradient in the mean over the ranks.

@@ -67,8 +67,8 @@ class FSDPOptions:
             that is gathered separately.
         reshard_after_forward: True to reshard blocks between forward and backward pass. False saves communication and
             needs more memory.
-        mp_policy: PyTorch's `MixedPrecisionPolicy`; None for none. Allowed only with `precision="fp32"`.
-        offload_policy: PyTorch's `CPUOffloadPolicy`, which stores a worker's shards in host memory; None for none.
+        mp_policy: PyTorch's `MixedPrecisionPolicy`, or None. Allowed only with `precision="fp32"`.
+        offload_policy: PyTorch's `CPUOffloadPolicy`, which stores a worker's shards in host memory, or None.
     """
 
     min_block_parameters: int = 1_000_000
@@ -77,6 +77,6 @@ class FSDPOptions:
     offload_policy: Any = None
 
     def for_pytorch(self) -> dict[str, Any]:
-        """Return the options to pass to each call of `fully_shard`."""
+        """Return the keyword arguments to pass to each call to `fully_shard`."""
         given = {"mp_policy": self.mp_policy, "offload_policy": self.offload_policy}
         return {name: value for name, value in given.items() if value is not None}

@@ -43,7 +43,7 @@ def _copied(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Strategy:
-    """The strategy of a single replica, or of replicas that the user keeps in sync. Base class of other strategies.
+    """The strategy for a single replica, or for replicas that the user keeps in sync. Base class of all strategies.
 
     Args:
         has_others: True if there are other ranks.
@@ -118,7 +118,7 @@ class Strategy:
         watcher: StepWatcher | None = None,
         may_defer: bool = True,
     ) -> Leg:
-        """Create the `Leg` for a call of `train`, or for the rest of a call that continues in a new worker group.
+        """Create the `Leg` for a call to `train`, or for the rest of a call that continues in a new worker group.
 
         Args:
             models: Wrapped models.

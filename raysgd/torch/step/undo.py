@@ -33,11 +33,11 @@ _OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
 
 
 class _Watched:
-    """What was observed about the batches of a call, or of the part of the call that one worker group runs.
+    """Observations about a call's batches or, if the worker group changed during the call, the batches since then.
 
     Args:
         models: Modules that are trained.
-        watches_frozen: True to detect frozen parameters that change, such as moving averages of weights.
+        watches_frozen: True to detect changes to frozen parameters, such as moving averages of weights.
         unchanging: IDs of parameters that are known not to change.
 
     Attributes:
