@@ -238,7 +238,7 @@ class LightningOperator(TrainingOperator):
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
         """Call the module's `optimizer_step` with a closure that runs the training step and the backward pass.
 
-        With gradient accumulation, only the closure runs for batches other than the last of an optimizer step.
+        With gradient accumulation, this happens only in a step's last batch. Other batches run only the closure.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         where = self._trainer.current_epoch, batch_idx

@@ -62,7 +62,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         config: Dict passed to the operator. The key `BATCH_SIZE` may hold the total batch size of all workers.
         seed: Nonnegative integer seed for initial weights, data order and random numbers. Each worker's global random
             generators get the same seed before `setup`, and a different seed per worker after it.
-        add_dist_sampler: True to shard registered loaders over map-style datasets over the workers.
+        add_dist_sampler: True to shard registered loaders of map-style datasets over the workers.
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
             never.
         use_tqdm: True to show a progress bar in `train`.

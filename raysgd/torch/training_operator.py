@@ -314,7 +314,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Return `val_loss`, `val_accuracy` for classifiers, and the weights of these metrics."""
+        """Evaluate one batch. Return `val_loss`, its weight and, for classifiers, `val_accuracy` and its weight."""
         internals = self._raysgd
         output, target, comparisons, counted = internals.evaluate(batch)
         weight, ignored = counted.get(BATCH_WEIGHT), ignored_by(internals.criterion)

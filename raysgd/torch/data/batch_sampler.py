@@ -114,7 +114,7 @@ class PassPlan:
         return start, min(start + self.division.global_size, self.num_samples)
 
     def consumed_after(self, steps: int) -> int:
-        """Return the position after `steps` more global steps. After the last step, that is the end of the pass.
+        """Return how many samples are consumed after `steps` more global steps: all of them after the last step.
 
         Raises:
             ValueError: `steps` is negative or exceeds the number of remaining steps.
@@ -224,7 +224,7 @@ class GlobalBatchRule:
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
-        """Return the rule for splitting global batches of a given size over a number of workers."""
+        """Return the rule for splitting global batches of `global_size` samples over `world_size` workers."""
         if not self.num_shards:
             return Division(global_size, world_size, self.cap)
         cap = self.cap or (global_size // self.multiple if self.multiple > 1 else None)

@@ -116,13 +116,13 @@ class DividedLoaderSource:
             )
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
+        """Return the seed, the size of a pass and, within a pass, a hash of its order, to save in a snapshot."""
         origin = {"seed": self.seed, **self._size}
         order = self._order_before or self._sharded.sampler.fingerprint() if is_mid_pass else None
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
+        """Load a position that `state` returned. Return False if the size of the data has changed since."""
         if any(position.get(name) != number for name, number in self._size.items()):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return False

@@ -199,7 +199,7 @@ def samples_of(batch: Any, otherwise: int) -> int:
 
 
 def _counted(batch: Any) -> Any:
-    """Return the part of a batch that has one entry per sample; None if it has no array and no list of samples."""
+    """Return the part of a batch that has one entry per sample; None if the batch has no array or list of samples."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(parts) > 1 and _is_list_of_samples(parts):
         return parts
@@ -234,7 +234,7 @@ def _first_counted(parts: Iterable[Any]) -> Any:
 
 
 class TensorCollate:
-    """Collates rows into batches of tensors, like a `DataLoader` by default."""
+    """Collates rows into batches of tensors, as a `DataLoader` does by default."""
 
     def __call__(self, rows: list[Any]) -> Any:
         return default_collate(rows)

@@ -252,7 +252,7 @@ def as_tensor(array: Any) -> Any:
 
 
 def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource:
-    """Return a source that lets each worker load some of the loader's rows. `drop_last` is ignored to keep all rows."""
+    """Return a source from which each worker loads some of the loader's rows. It ignores `drop_last`."""
     batches = loader.batch_sampler
     if batches is None:
         raise ValueError(

@@ -144,7 +144,7 @@ def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> 
 
 
 def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """Return the name of the communication backend. "auto" selects NCCL with GPUs and gloo without."""
+    """Return the name of the communication backend. "auto" selects NCCL with GPUs and gloo without GPUs."""
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
     if backend not in ("nccl", "gloo", "horovod"):
@@ -211,7 +211,7 @@ STRATEGIES = ("ddp", "fsdp", "none")
 
 
 def resolve_strategy(strategy: str | None, wrap_ddp: bool) -> str:
-    """Return the name of the strategy. `wrap_ddp`, an older argument, determines it if `strategy` is None."""
+    """Return the strategy's name. If `strategy` is None, the older argument `wrap_ddp` determines the strategy."""
     refuse_text(wrap_ddp=wrap_ddp)
     if strategy is None:
         return "ddp" if wrap_ddp else "none"

@@ -132,7 +132,7 @@ Writer = Callable[[str, dict[str, Any]], object]
 
 
 def check_format(name: Any) -> None:
-    """Check the name of a file format.
+    """Raise unless `name` is a file format that `save` supports and its package is installed.
 
     Raises:
         ValueError: The format is unknown.
@@ -171,7 +171,7 @@ def content_of(
 
 
 def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state, completed with the frozen parameters that it omits.
+    """Return the state, adding the frozen parameters that it omits.
 
     Args:
         state: State whose models, and perhaps criterion, lack their frozen parameters.

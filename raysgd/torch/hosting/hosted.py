@@ -295,7 +295,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._modes = self._prediction = None
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
-        """Return a context manager that adds advice to PyTorch's errors, and checks how global batches are split."""
+        """Return a context manager that adds advice to PyTorch's errors, and checks the shares of global batches."""
         is_distributed = self.world.is_distributed
         is_divided = source.is_divided and (is_distributed or self.parallel.leg.shards is not None)
         if isinstance(source, DividedLoaderSource):

@@ -123,7 +123,7 @@ class LightningHooks:
         return method(*arguments[:num_arguments], **{each: by_name[each] for each in names})
 
     def call_or(self, name: str, otherwise: Callable[[], Any]) -> None:
-        """Call the method `name` if the user overrode it; otherwise call `otherwise`."""
+        """Call the module's method `name` if the user overrode it; otherwise call the function `otherwise`."""
         if self.overrides(name):
             self.call(name)
         else:
@@ -214,7 +214,7 @@ class SteppingOptimizer:
 
 
 def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """Run a training step inside the forward pass of `DistributedDataParallel`, which then prepares the backward pass.
+    """Run a training step inside the forward pass of `DistributedDataParallel`, so that it prepares the backward pass.
 
     For this, the module's `forward` is replaced until the step starts.
 

@@ -27,7 +27,7 @@ def is_empty(model: torch.nn.Module) -> bool:
 
 
 def fill(part: torch.nn.Module, device: torch.device) -> None:
-    """Allocate and initialize the tensors of a model or a part of a model that are on the meta device.
+    """Allocate and initialize all tensors on the meta device in a model or a part of a model.
 
     Args:
         part: Model or submodule. Its tensors that already have memory are moved to the device, unless they are sharded.

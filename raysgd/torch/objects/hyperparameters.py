@@ -75,10 +75,10 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
 
 
 def follow(chosen: Sequence[Hyperparameters], rate: Any, before: Any) -> list[Hyperparameters]:
-    """Return the learning rates that `setup` would have chosen with another `config["lr"]`, to pass to `apply`.
+    """Return the learning rates that `setup` would have chosen with a new `config["lr"]`, to pass to `apply`.
 
-    A rate is assumed to come from the config if it equals the config's previous value. On a new worker, whose `setup`
-    ran with the changed config, it equals the new value.
+    A rate is assumed to come from the config if it equals the config's previous value. A rate that equals the new value
+    also counts, because a new worker's `setup` has run with the changed config.
 
     Args:
         chosen: Hyperparameters that `read` returned after `setup`.

@@ -102,7 +102,7 @@ def with_plain_names(state: Any) -> Any:
 
 
 def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
-    """Rename the entries of a saved state dict to the names that this model uses, which may be compiled or not."""
+    """Rename a saved state dict's entries to the names in this model. Either may have prefixes of `torch.compile`."""
     own = model.state_dict()
     names, modules = ({plain(name): name for name in known} for known in (own, getattr(own, "_metadata", ())))
     return _renamed(

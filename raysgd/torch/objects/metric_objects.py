@@ -77,7 +77,7 @@ def capture(metric: Metric) -> MetricState:
 
 
 def remember(*holders: Any) -> Callable[[], None]:
-    """Save the states of metrics among the attributes of objects, and return a function that restores them.
+    """Save the states of metrics that are attributes of the given objects. Return a function that restores them.
 
     Metrics inside modules, lists, tuples and dicts are included. A metric that was reset in the meantime is not
     restored.
@@ -86,14 +86,14 @@ def remember(*holders: Any) -> Callable[[], None]:
 
 
 def reset(*holders: Any) -> None:
-    """Reset the metrics among the attributes of objects."""
+    """Reset the torchmetrics metrics that are attributes of the given objects."""
     for metric in _held_by_any(holders):
         metric.reset()
 
 
 @contextmanager
 def set_aside(*holders: Any) -> Iterator[None]:
-    """Reset the metrics among the attributes of objects, and restore their states at the end of the `with` block."""
+    """Reset the metrics in the holders' attributes, and restore their states at the end of the `with` block."""
     metrics = [inner for metric in _held_by_any(holders) for inner in _metrics_in(metric)]
     kept = [(metric, _contents(metric)) for metric in metrics]
     reset(*holders)
@@ -201,7 +201,7 @@ def _saw_anything(metric: Metric) -> bool:
 
 
 def _fill(target: Metric, sources: Sequence[Metric]) -> None:
-    """Set the state of a metric to the combined state of similar metrics."""
+    """Set the state of a metric to the combined state of metrics of the same type."""
     sources = [source for source in sources if source.update_called] or sources
     if type(target).merge_state is not _metric_class().merge_state:
         _fill_by_its_own_rule(target, sources)

@@ -37,7 +37,7 @@ class ModuleModes:
         self._after = [part.training for part, _ in self._before]
 
     def give_back(self) -> None:
-        """Restore the modes from before `evaluate`, except for modules whose mode the user has changed since `note`."""
+        """Restore the modes from before `evaluate`, except for modules whose mode user code changed after `note`."""
         if not self._before:
             return
         wanted = [

@@ -1,4 +1,4 @@
-"""Omits frozen parameters that `setup` recreates from states, storing a digest of each parameter instead.
+"""Omits from states the frozen parameters that `setup` recreates, and stores a digest of each instead.
 
 A digest is a hash of the parameter's values, with its dtype and shape. This module is imported only if an operator sets
 `remakes_frozen = True`. The parameters that are frozen at the end of `setup` are omitted. Once such a parameter becomes
@@ -350,7 +350,7 @@ def _reduced(state: Any, names: Collection[str]) -> Any:
 
 
 def _like(state: Any, content: Mapping[str, Any]) -> Any:
-    """Return a state dict with new content and the attributes of `state`, such as PyTorch's versions of modules."""
+    """Return a state dict with the entries in `content`, and with the attributes of `state`, such as `_metadata`."""
     made: Any = OrderedDict(content)
     vars(made).update(getattr(state, "__dict__", {}))
     return made
@@ -376,7 +376,7 @@ def parts_of(record: Any) -> Sequence[Any]:
 
 
 def _digests_in(record: Any, index: int) -> Digests | None:
-    """Return the digests of the parameters of a module that a state omits; None if the module's state is complete."""
+    """Return the digests of the module's parameters that a state omits; None if the module's state is complete."""
     parts = () if record is None else parts_of(record)
     digests = parts[index] if index < len(parts) else None
     require(digests is None or isinstance(digests, Mapping), "its `remade` does not say what is left out")
@@ -439,7 +439,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def _few_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a few values of a parameter as integers.
+    """Return a few of the parameter's values, with their bits read as integers.
 
     If the parameter is contiguous, the result is a view of its memory.
     """

@@ -454,7 +454,7 @@ class TorchInternals(Internals):
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def _sizes_of(self, batch: Any) -> tuple[int, int]:
-        """Return how many samples the sampler drew for a batch, and how many the batch contains.
+        """Return how many samples the loader read for a batch, and how many samples the batch contains.
 
         They differ if a `collate_fn` adds or omits samples. For a padding batch, both are what the batch contains.
         """

@@ -305,7 +305,7 @@ def _with_criterion(
     own: Sequence[torch.nn.Parameter],
     ddp_args: dict[str, Any],
 ) -> RegisteredObjects:
-    """Wrap and record a criterion if it has parameters, like a model.
+    """If a criterion has parameters, wrap and record it as if it were a model.
 
     Args:
         context: Rank, device and settings of the operator.
@@ -413,7 +413,7 @@ def _divided(
 
 
 def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
-    """Prepare a stream, whose shards the workers read together.
+    """Prepare a `Stream`, whose shards are distributed over the workers.
 
     Raises:
         InvalidRegistrationError: The trainer's options do not support streams.

@@ -132,7 +132,7 @@ class Omitted:
         self.learn([self.own])
 
     def note(self, index: int, num_drawn: float, num_omitted: float) -> None:
-        """Record a batch.
+        """Record the samples of one batch.
 
         Args:
             index: Index, in the step, of the global batch to which the batch belongs.

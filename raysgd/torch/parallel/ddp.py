@@ -184,8 +184,8 @@ class DDP(Strategy):
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Run another backward pass of the same batch in the `with` block, then average the gradients.
 
-        `DistributedDataParallel` averages only once after each forward pass, so it may not average these gradients.
-        Gradients that were averaged before are the same on all ranks, and averaging them again does not change them.
+        `DistributedDataParallel` averages only once after each forward pass, so it may not average the new gradients.
+        The older gradients are already averaged and the same on all ranks, so averaging the sum does not change them.
         """
         self.exchanged.clear()
         with super().further_pass(parameters):

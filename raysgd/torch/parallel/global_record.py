@@ -31,7 +31,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integ
 
 
 class GlobalRecord:
-    """Records the actions of this rank in one call, for comparison with other ranks. Another thread may read it.
+    """Records this rank's actions in one call, to compare them with other ranks' actions. Other threads may read it.
 
     Args:
         number: Number of the call in this worker group, the same on all ranks; 0 before the first call.
@@ -64,7 +64,7 @@ class GlobalRecord:
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Stop recording at the end of the `with` block. Mark the record as complete unless the block raises."""
+        """Record actions until the `with` block ends. Then mark the record as complete, unless the block raised."""
         try:
             yield
             self._is_over = True

@@ -283,7 +283,7 @@ class Leg:
 
     @property
     def option(self) -> str:
-        """The trainer's option that combines several batches into one step, for error messages."""
+        """Name of the trainer's option that combines several batches into one step, for error messages."""
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
     def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
@@ -336,7 +336,7 @@ class Leg:
         self.omitted.note(max(0, batch.index - batch.is_last_part), drawn, own if is_omitted else 0.0)
 
     def stepped(self, optimizer: Any) -> None:
-        """Record that `optimizer` has stepped, so that the next backward pass starts with new gradients."""
+        """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
         self.batch.computed.discard(id(optimizer))
         self.waiting = self.omitted = None
 

@@ -288,7 +288,7 @@ class Strategy:
 
     @property
     def group_beside(self) -> Any:
-        """Separate process group for communication outside of training; None if models are not sharded.
+        """Separate process group for collectives outside of training; None if models are not sharded.
 
         Reading this property is a collective operation, in which all ranks must take part.
         """
@@ -303,7 +303,7 @@ class Strategy:
         load_optimizer(optimizer, state)
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Return a CPU copy of a model without anything that the library added; None on ranks that get no copy."""
+        """Return a CPU copy of a model without wrappers and hooks of the library; None on ranks that get no copy."""
         return without_checkpointing(_copied(unwrap(model)).cpu())
 
     def all_sum(self, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would make it hang.
+"""Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would make PyTorch hang.
 
 Advice is added to the message of known PyTorch exceptions. A global batch, the batch of all ranks together, may be
 split into shares of different sizes. All-gathers in user code then compare the sizes of the ranks' tensors first.

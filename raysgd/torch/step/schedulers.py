@@ -1,4 +1,4 @@
-"""Steps the registered learning rate schedulers: after which batches or epochs, and with which metric."""
+"""Steps the registered learning rate schedulers after batches or epochs, with the metrics that they need."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
 
 
 def _warn_of_end(operator: Any, length: int) -> None:
-    """Warn once that a cosine schedule has ended although training continues, as in a resumed run with more epochs."""
+    """Warn once if a cosine schedule has ended although training continues, as when a resumed run has more epochs."""
     if operator.world_rank == 0 and operator._raysgd.once.is_first("cosine"):
         logger.warning(
             "`CosineAnnealingLR(T_max=%d)` has taken its %d steps, so the learning rate now climbs back to its initial "

@@ -218,7 +218,7 @@ class Undo:
     # ---------------------------------------------------------------------------------------------------- in a batch
 
     def begin_batch(self, waiting: Sequence[torch.Tensor] = ()) -> None:
-        """Start a batch. Copy the state that it may change.
+        """Start a batch. Copy the state that the batch may change.
 
         Args:
             waiting: Parameters with gradients of earlier batches that no optimizer has used in a step yet.
