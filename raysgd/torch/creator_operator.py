@@ -35,7 +35,7 @@ class CreatorOperator(TrainingOperator):
     _has_created = False
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creator functions and register the objects that they return. Repeated calls do nothing."""
+        """Call the creator functions and register the objects that they return. If called again, do nothing."""
         if self._has_created:
             return
         self._has_created = True

@@ -458,7 +458,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
-        """Call a function that changes learning rates, with the same value on all workers."""
+        """Call a function that changes learning rates on all workers, with the same value."""
         self._on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:

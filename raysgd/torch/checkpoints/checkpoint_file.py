@@ -209,7 +209,7 @@ def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except pickle.UnpicklingError as error:
         found = _UNKNOWN_GLOBAL.search(str(error))
-        if found is None:  # no class was rejected, so the file is damaged; the end of the message says how
+        if found is None:  # no class was rejected, so the file is damaged
             finding = str(error).rpartition("WeightsUnpickler error:")[2].strip()
             raise DamagedFileError(finding.partition("\n")[0]) from error
         raise NotPlainError(found[1][:200]) from error
@@ -334,7 +334,7 @@ class _ChecksummedStream:
 
 
 def _is_zip_end(tail: bytes) -> bool:
-    """Return True if these last bytes of a file end a zip archive that has no comment."""
+    """Return True if `tail`, a file's last bytes, is the end of a zip archive without a comment."""
     return tail.startswith(_ZIP_END) and tail.endswith(bytes(_LENGTH_BYTES))
 
 

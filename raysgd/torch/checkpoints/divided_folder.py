@@ -163,7 +163,7 @@ def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
     elif target.exists():
-        target.unlink()  # an earlier checkpoint that is a file, which a rename to a folder cannot replace
+        target.unlink()  # the earlier checkpoint is a file, which renaming a folder cannot replace
     folder.rename(target)
     formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # also matches leftovers of killed saves
     for former in target.parent.glob(formers):
@@ -345,7 +345,7 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
     found: Exception | None = None
     try:
         read()
-    except Exception as error:  # any class, because it is raised below, on all ranks
+    except Exception as error:  # of any class; raised below, on all ranks
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
@@ -353,4 +353,4 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
         told = found or folder.corrupted(
             "another worker reported that a file is missing, cannot be read, or was changed"
         )
-        raise told.with_traceback(None)  # same traceback on all ranks: if all fail alike, the workers are not replaced
+        raise told.with_traceback(None)  # drop the traceback, because workers that all fail alike are not replaced

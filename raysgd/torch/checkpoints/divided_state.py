@@ -208,7 +208,7 @@ def outline(shared_state: Any) -> Any:
 
 
 def _placement(tensor: Any) -> Any:
-    """Return the placement of a `DTensor`, or None for a plain tensor, which each rank has in full.
+    """Return how a `DTensor` is sharded (its placement). Return None for a plain tensor, which each rank has in full.
 
     It checks for the attribute, because importing `DTensor` is slow.
     """

@@ -325,7 +325,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if self._fingerprint is None and isinstance(self.order, SamplerOrder):
             drawn = self._indices
             content = memoryview(drawn) if isinstance(drawn, array) else repr(drawn).encode()
-            digest = hashlib.blake2b(content, digest_size=5).digest()  # short, so that sums over all ranks fit 63 bits
+            digest = hashlib.blake2b(content, digest_size=5).digest()  # short, so that the ranks' sum fits into 63 bits
             self._fingerprint = int.from_bytes(digest, "big")
         return self._fingerprint
 

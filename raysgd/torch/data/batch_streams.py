@@ -301,7 +301,7 @@ LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource
 
 
 def ask(start_sum: Summation, num_samples: int | None) -> Callable[[], tuple[int, int]]:
-    """Start an all-reduce that counts the ranks with a batch in the next step and their samples.
+    """Start an all-reduce that counts the ranks that have a batch in the next step, and these batches' samples.
 
     Args:
         start_sum: Starts an all-reduce sum over the ranks.
@@ -329,8 +329,8 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
     """Yields the batches of a source, and computes the number of used samples from the source's plan."""
 
     _num_steps_in_pass = _began_at = 0
-    # Number of samples due and used when this worker left its previous group. Cleared when a pass is opened in the next
-    # group.
+    # Numbers of samples (in total, used) of the pass in progress when this worker left its previous group. Cleared when
+    # a pass is opened in the next group.
     _before: tuple[int | None, int] | None = None
 
     @property
@@ -338,9 +338,9 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
         return self.ledger()[1]
 
     def ledger(self) -> tuple[int | None, int, int]:
-        """Return three sample counts of this pass, over all ranks: due, used so far, and in the unfinished step.
+        """Return the pass's numbers of samples over all ranks: in total, used so far, and in the unfinished step.
 
-        The number due is None if it is unknown. A second thread may call this during training.
+        The total is None if it is unknown. A second thread may call this during training.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
         if self._before is not None:

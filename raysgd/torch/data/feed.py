@@ -185,6 +185,6 @@ class TorchFeed(feed.DataFeed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Iterator used in place of a loader that was not registered. It raises `NoDataError` when iterated over."""
+    """Iterator that replaces a loader that was not registered. Iterating over it raises `NoDataError`."""
     way_out = ", or pass `dataset` to `train`." if name == "train" else " before you call `validate`."
     raise NoDataError(f"`{name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")

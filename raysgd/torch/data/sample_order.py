@@ -41,7 +41,7 @@ _READ_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Permutation(Sequence[int]):
-    """A pseudorandom permutation of the numbers from 0 to `length - 1`, computed on access.
+    """A pseudorandom permutation of the numbers from 0 to `length - 1`, computed as it is read.
 
     It depends only on `length` and `seed`, and is the same on every machine.
 
@@ -154,7 +154,7 @@ _DRAWN_BELOW = 2**20
 
 @dataclass(frozen=True)
 class SequentialOrder:
-    """Ascending order of the dataset's indices, the same in every pass."""
+    """The order that visits the dataset's indices in ascending order in every pass."""
 
     name = "sequential"
     num_samples: int

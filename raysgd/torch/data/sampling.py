@@ -214,7 +214,7 @@ _KEPT_OPTIONS = (
 
 
 def kept_options(loader: Any, *more: str) -> dict[str, Any]:
-    """Return a user's `DataLoader` options, as arguments for another loader over the same dataset.
+    """Return the options of a user's `DataLoader`, to create another loader over the same dataset.
 
     Args:
         loader: The user's loader.
@@ -224,7 +224,7 @@ def kept_options(loader: Any, *more: str) -> dict[str, Any]:
 
 
 def ending_with_parent(user_function: Callable[[int], None] | None) -> Callable[[int], None]:
-    """Wrap a user's `worker_init_fn` so that the loader process exits when its parent process dies."""
+    """Wrap a user's `worker_init_fn`, so that a loader process also exits when its parent process dies."""
     return partial(_begin_process, user_function)
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(num_workers: int, use_local: Any) -> None:
-    """Check that the workers can communicate.
+    """Raise if the workers could not communicate with these arguments.
 
     Several workers need `torch.distributed`. With `use_local`, rank 0 runs in this process, so that other workers
     cannot reach it if it is connected through Ray Client.
@@ -194,7 +194,7 @@ def outlives_its_process(options: Mapping[str, Any]) -> bool:
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
-    """Check the batch size in the config. Warn if it must be changed to be divisible by the number of workers."""
+    """Check the batch size in the config. Warn if it will be changed because the workers cannot split it evenly."""
     config = settings.config
     if BATCH_SIZE not in config:
         return

@@ -1,4 +1,4 @@
-"""Loads parts of a checkpoint or weights file, such as only the weights, and reports what did not fit."""
+"""Loads parts of a checkpoint or weights file, such as only the weights, and reports which weights did not fit."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         return StepRows(exchange, run)
 
     def _end_evaluation(self) -> None:
-        """Restore the models' train/eval modes, and close the prediction loader."""
+        """Restore the models' train/eval modes from before the evaluation, and close the loader of `predict`."""
         if self._modes is not None:
             self._modes.give_back()
         if self._prediction is not None:

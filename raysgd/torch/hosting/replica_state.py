@@ -1,4 +1,4 @@
-"""Reads and restores the state of a replica, the PyTorch objects in one worker.
+"""Reads and restores the state of a replica, that is, of the PyTorch objects in one worker.
 
 Before a state is loaded, it is checked against the registered objects.
 """
@@ -226,7 +226,7 @@ class TorchState(ReplicaState):
             check_precision(precision.state_dict(), precision_state)
 
     def _remade_for(self, state: Mapping[str, Any]) -> Any:
-        """Return the object that tracks frozen parameters, which `setup` recreates; None without `remakes_frozen`.
+        """Return the object that tracks the frozen parameters that states omit; None without `remakes_frozen`.
 
         Raises:
             ValueError: The state omits frozen parameters, but the operator does not set `remakes_frozen`.

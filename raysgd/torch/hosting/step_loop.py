@@ -121,7 +121,7 @@ class StepLoop(Loop):
 
     @property
     def is_whole(self) -> bool:
-        """True if the state is that of a completed step, or can be restored to it."""
+        """True if the current state is the result of completed steps only, or can be restored to such a state."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
             # Without an all-reduce, the ranks' weights diverge. A repeated call compares the weights and raises.
             return False
@@ -355,7 +355,7 @@ def make_undo(
 
 
 def needs_copies(operator: TrainingOperator) -> bool | None:
-    """Return whether all state must be copied before each batch; None if that is decided at the first batch."""
+    """Return whether all state must be copied before each batch; None if the first batch will decide."""
     own = operator._needs_copies
     if own or len(operator._raysgd.registered.optimizers) > 1:
         return True

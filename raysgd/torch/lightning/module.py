@@ -195,7 +195,7 @@ class _NoLogger:
 
 
 class SteppingOptimizer:
-    """Wraps an optimizer for the module's hooks. `step` also averages, unscales and clips the gradients."""
+    """Wraps an optimizer that the module's hooks get. Its `step` also averages, unscales and clips the gradients."""
 
     def __init__(self, optimizer: Any, step: Callable[[Any, Any], Any]) -> None:
         self.optimizer = optimizer
@@ -206,7 +206,7 @@ class SteppingOptimizer:
         return self._step(self.optimizer, closure)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # so that `isinstance` recognizes the optimizer's class, also in Lightning's checks
+    def __class__(self) -> Any:  # so that `isinstance` recognizes the optimizer's class, even in Lightning's checks
         return type(self.__dict__["optimizer"])
 
     def __getattr__(self, name: str) -> Any:

@@ -177,7 +177,7 @@ _KEY = "raysgd_progress"
 
 
 class LightningProgress:
-    """Counts optimizer steps, whose number may differ from the number of batches, and the current epoch's batches.
+    """Counts optimizer steps and the current epoch's batches. A step may need several batches.
 
     Args:
         counts_batches: True if a scheduler depends on the number of batches since the epoch started. Only then is this
@@ -220,7 +220,7 @@ class LightningProgress:
         return num_batches - self._began_at
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts to save. Empty if they can be computed from the total number of batches."""
+        """Return the counts to save. Empty if they can be computed from the total number of batches trained."""
         if not self._ahead and not (self._counts_batches and self._num_batches):
             return {}
         return {_KEY: [self._num_batches, self._ahead, self._epoch, self._began_at]}

@@ -220,14 +220,14 @@ def _tell(
         amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
         listener(LossCall(loss.reading, output, target, result, ignored, amount))
         return
-    # Most batches contain no ignored label. The minimum shows this in a fifth of the time that counting takes.
+    # Most batches contain no ignored label. Checking the minimum for this takes a fifth of the time of counting.
     are_all_classes = ignored < 0 and num_labels > 0 and target.is_cpu and target.min().item() >= 0
     amount = num_labels if are_all_classes else in_host((target != ignored).sum())
     listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
 
 
 def _settings(criterion: Any) -> tuple[int, Any, Any]:
-    """Return a criterion's ignored label, its reduction, and its class weights. The last two are None if not set."""
+    """Return a criterion's ignored label, its reduction (None if not set), and its class weights (None if not set)."""
     if isinstance(criterion, partial):
         ignored, reduction, weight = map(criterion.keywords.get, ("ignore_index", "reduction", "weight"))
     else:
@@ -340,7 +340,7 @@ def _largest(output: torch.Tensor, target: torch.Tensor, dim: int, counting: tor
 
 
 def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> Accuracy:
-    """Compute the binary accuracy. Outputs above `threshold` predict 1. It is NaN if a target is not exactly 0 or 1."""
+    """Compute the binary accuracy. Outputs above `threshold` predict 1. NaN if a target is not exactly 0 or 1."""
     found = _of(((output > threshold) == (target > 0.5)).sum(), target.numel())
     are_certain = ((target == 0) | (target == 1)).all()
     return found._replace(share=torch.where(are_certain, found.share, math.nan))

@@ -211,7 +211,7 @@ def _with_inner(scheduler: Any) -> Iterator[Any]:
 
 
 def _follow(scheduler: Any) -> None:
-    """Overwrite the rates that a scheduler has stored with its optimizer's rates, so that it continues from them."""
+    """Copy an optimizer's learning rates into its scheduler, so that the scheduler continues from these rates."""
     groups = scheduler.optimizer.param_groups
     known = scheduler.state_dict()
     rates = {

@@ -241,7 +241,7 @@ def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check a state by loading it into a copy of a PyTorch optimizer. Its tensors are replaced by tiny placeholders."""
+    """Check a state by loading it into a copy of a PyTorch optimizer. Tiny placeholders replace the state's tensors."""
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})

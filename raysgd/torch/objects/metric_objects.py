@@ -135,7 +135,7 @@ def _held_by(value: Any) -> dict[int, Metric]:
 
 
 def _contents(metric: Metric) -> dict[str, Any]:
-    """Copy all attributes that updates can change. Lists are copied shallowly, because updates only append to them."""
+    """Copy a metric's attributes that updates can change. Copy lists shallowly, as updates only append to them."""
     kinds = (torch.Tensor, list, int, float, type(None))
     return {name: _copied(value) for name, value in vars(metric).items() if isinstance(value, kinds)}
 

@@ -67,7 +67,7 @@ class Precision:
         """Undo the scaling of the gradients, for code that reads or clips them before the step."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
-        """Return the parameters that `optimizer` updates, with the gradients that it uses."""
+        """Return the parameters that `optimizer` updates. Their `grad` has the gradients that it uses."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def step(self, optimizer: Any) -> None:

@@ -127,7 +127,7 @@ class RemadeParameters:
     # -------------------------------------------------------------------------------------------------------- saving
 
     def without(self, index: int, state: Any) -> Any:
-        """Return the state of the module with this index, without the parameters that states omit."""
+        """Return `state`, the state of module number `index`, without the parameters that states omit."""
         left_out = self._left_out[index]
         return _reduced(state, left_out) if left_out else state
 

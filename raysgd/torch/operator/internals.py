@@ -533,7 +533,7 @@ class TorchInternals(Internals):
         """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
         if comparison.amount is not None:
             self.place.batch.amounts.append(comparison.amount)
-            self.evaluated.append(comparison._replace(output=None, target=None))  # output and target are large
+            self.evaluated.append(comparison._replace(output=None, target=None))  # the output and target are large
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
@@ -563,7 +563,7 @@ class TorchInternals(Internals):
             )
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add weights to a batch's metrics for losses that are means over labels instead of samples."""
+        """For losses that are means over labels instead of samples, add their weights to a batch's metrics."""
         if BATCH_WEIGHT in metrics:
             return metrics
         if self.evaluated:

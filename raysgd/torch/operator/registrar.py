@@ -187,7 +187,7 @@ class RegisteredObjects:
 
     @property
     def trained(self) -> list[torch.nn.Module]:
-        """Unwrapped modules that are trained and saved: the models, then a criterion with trainable parameters."""
+        """Unwrapped modules that are trained and saved: the models, and the criterion if it has trainable weights."""
         own = self.original_criterion
         return [*self.original_models] if own is None else [*self.original_models, own]
 

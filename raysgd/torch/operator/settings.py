@@ -61,7 +61,7 @@ class TorchSettings(ReplicaSettings):
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if workers that survive a failure of another worker can continue in a new worker group."""
+        """True if the other workers can continue in a new worker group after a worker fails."""
         return self.strategy == "ddp" and not self.use_horovod
 
     @property

@@ -94,7 +94,7 @@ class Counted:
 
     @property
     def own(self) -> list[float]:
-        """Values that this rank sends to the other ranks with its gradients."""
+        """The amount, as the list of values that this rank sends to the other ranks with its gradients."""
         return [self.amount]
 
     def learn(self, told: Sequence[Sequence[float]]) -> None:

@@ -66,7 +66,7 @@ class DDP(Strategy):
             take_from_first((*covered, *model.buffers()))
             init_sync = False
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
-        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # raysgd also assigns these
+        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # raysgd also sets these
         require_names(wrapped, "parameters_to_ignore", "process_group")
         self._register_hook(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))
@@ -93,7 +93,7 @@ class DDP(Strategy):
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         super().rewrap(models, is_agreed)
-        # Models that users wrapped themselves are ignored.
+        # Ignore models that user code wrapped, because raysgd did not create their wrappers.
         ours = [each for each in self._wrapped if any(each.model is model for model in models)]
         for each in ours:
             covered = trainable(each.model.module) or _with_gradients(each.model.module)

@@ -106,7 +106,7 @@ def register(
 
 
 def obstacle(options: dict[str, Any]) -> str | None:
-    """Return why the wrapper of a model cannot be rebuilt with the user's communication hook; None if it can.
+    """Return why a model's wrapper cannot be rebuilt with the user's communication hook; None if it can.
 
     Args:
         options: Options of the wrapper.
@@ -224,7 +224,7 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def _has_state(hook: Any) -> bool:
-    """Return True if a user's hook may store state between calls, such as a group, past errors, or a counter."""
+    """Return True if a user's hook may store state between calls, such as a process group or a counter."""
     if hook is None:
         return False
     state, function = _hook_of_user(hook)

@@ -1,4 +1,4 @@
-"""Tracks whether a step's communication with the other ranks succeeded, and sends metrics along.
+"""Tracks whether a step's communication with the other ranks succeeded, and sends metrics with it.
 
 User code may catch any exception, so it may continue after a lost connection. Later steps would then apply gradients
 that were not averaged. So before a step counts as completed, `Exchanges.check` checks how its communication ended.
@@ -130,7 +130,7 @@ class Exchanges:
         self._num_made = 0
 
     def of_next_group(self) -> Exchanges:
-        """Return a new tracker, without errors or counts, for the worker group that replaces this one."""
+        """Return a new tracker, without errors or counts, for the worker group that replaces this group."""
         return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:
@@ -145,14 +145,14 @@ class Exchanges:
         # communication.
         is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()
         received = partial(self._received_last, is_awaited) if is_last else self._received
-        return future.then(received)  # the backward pass waits for the returned future, so also for the callback
+        return future.then(received)  # the backward pass waits for the returned future, and thus for the callback
 
     def timed(self, group: Group) -> AbstractContextManager[None]:
         """Return a context manager that measures the time in its `with` block as communication."""
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:
-        """Count an all-reduce, if it is the last of a model's backward pass. Report its failure to `note`."""
+        """Count an all-reduce if it is the last of a model's backward pass. If it fails, call `note` as well."""
         self._num_made += is_last
 
     def _received_last(self, is_awaited: bool, future: Any) -> Any:
@@ -186,7 +186,7 @@ class Exchanges:
         return self._error is not None
 
     def check(self) -> None:
-        """Check the communication of a step that has ended, and prepare for the next step.
+        """Raise if communication failed in the step that has ended; otherwise, prepare for the next step.
 
         Raises:
             RuntimeError: A connection was lost during the step. `is_lost` returns True for this exception.
@@ -206,7 +206,7 @@ def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
-    """Replace an optimizer's `step` with a method that steps only if `counts` returns True.
+    """Replace an optimizer's `step` with a method that calls the original `step` only if `counts` returns True.
 
     Args:
         optimizer: Optimizer, or another object with a `step` method.

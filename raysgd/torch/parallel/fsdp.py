@@ -242,7 +242,7 @@ class FSDP(Strategy):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Let ranks run different numbers of forward passes in the `with` block. Models stay sharded."""
+        """In the `with` block, allow ranks to run different numbers of forward passes. Models stay sharded."""
         roots = _roots(models)
         for model in roots:
             repeat_first(model.buffers())
@@ -270,7 +270,7 @@ class FSDP(Strategy):
         return to_device(holder[0], self._device)
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """Return the full state on rank 0, and a state with None in place of sharded tensors on other ranks.
+        """Return the full state on rank 0. On other ranks, return the state with None in place of sharded tensors.
 
         All ranks must call this.
         """
@@ -422,7 +422,7 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _divided(entry: Any, parameter: Any) -> Any:
-    """Shard the tensors of an optimizer's state for one parameter like the parameter."""
+    """Shard the tensors in `entry`, an optimizer's state for `parameter`, like the parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}

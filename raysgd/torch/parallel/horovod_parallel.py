@@ -199,7 +199,7 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
     original_synchronize, original_step = cls.synchronize, cls.step
 
     def synchronize(self: Any) -> None:
-        """Wait for gradients that are still being averaged.
+        """Wait until all gradients are averaged.
 
         Usually, the end of the backward pass has already waited.
         """

@@ -202,7 +202,7 @@ class Leg:
             self.batch = self.batch.end()
 
     def end_forward(self) -> None:
-        """Stop the measurement of `own_s` for this batch, because ranks wait for each other in a backward pass.
+        """Stop measuring `own_s` (time without waiting) for this batch. Ranks wait for each other in a backward pass.
 
         Called before each backward pass. Only the first call for a batch has an effect.
         """
@@ -301,7 +301,7 @@ class Leg:
         batch = self.batch
         total, amount = batch.total if weight is None else None, weight
         if amount is None:
-            total = num_ranks if total is None else total  # `total` is None in user code outside of the library's loops
+            total = num_ranks if total is None else total  # `total` is None outside of the library's training loops
             amount = total / num_ranks * (batch.weight if self.is_global else 1.0)
         if self.waiting is None:
             usual = self.usual if total is None else total / num_ranks

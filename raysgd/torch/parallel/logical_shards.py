@@ -75,7 +75,7 @@ class LogicalShards:
         self._num_kept += 1
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Allocate a row for each shard of this rank, if necessary.
+        """Allocate a row of memory for each of this rank's shards, unless it is already allocated.
 
         A row has the gradients of all parameters, then a flag for each parameter that is 1 if it has a gradient.
         """

@@ -12,7 +12,7 @@ from raysgd.torch.parallel.strategy import Strategy, Summation
 
 
 class RankSums:
-    """This replica's rank in its worker group, and sums over the group's ranks. A new group needs a new object.
+    """This replica's rank in its worker group, and sums over the group's ranks. Create a new object for each new group.
 
     Args:
         parallel: Strategy that keeps the replicas in sync, which provides the sums.

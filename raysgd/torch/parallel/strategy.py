@@ -278,7 +278,7 @@ class Strategy:
         return state
 
     def part_of_state(self, part: Any) -> dict[str, Any]:
-        """Return this rank's state dict of a model or optimizer. If that is sharded, its tensors are shards."""
+        """Return this rank's state dict of a model or optimizer. If they are sharded, the tensors are shards."""
         state: dict[str, Any] = part.state_dict()
         return state
 
@@ -319,7 +319,8 @@ class Strategy:
 
         All ranks must call this method at the same time.
         """
-        # Use a separate process group. In the default group, the ranks might order sums and all-reduces differently.
+        # Use a separate process group. In the default group, ranks might start sums and gradient all-reduces in
+        # different orders.
         start_sum = summation_beside()
         return lambda numbers: start_sum(numbers).wait
 

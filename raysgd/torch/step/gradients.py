@@ -119,7 +119,7 @@ class OwnSteps:
         return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _check_closure(self, optimizer: Any) -> None:
-        """Raise if an optimizer got a closure, which computes a whole step, and steps need several ranks or batches."""
+        """Raise if steps involve several batches or ranks. Called for a closure, which computes a whole step."""
         name, leg = type(optimizer).__name__, self._parallel.leg
         if leg.is_global:
             raise ValueError(
@@ -151,7 +151,7 @@ class OwnSteps:
             self._clip(optimizer)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        """Called after each step of an optimizer, from library code or user code."""
+        """Record an optimizer's step and notify callbacks. Called after each step, even in user code."""
         if not self._steps_itself:  # for steps by the library, `Gradients.apply` calls `leg.stepped`
             self._parallel.leg.stepped(optimizer)
         if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
@@ -181,7 +181,7 @@ _NOTHING = nullcontext()
 
 
 def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
-    """Replace the gradients of parameters by 0 inside the context, for a batch with weight 0, whose loss may be NaN.
+    """In the `with` block, replace gradients with 0, for a batch with weight 0, whose loss may be NaN.
 
     With `find_unused_parameters=True`, `DistributedDataParallel` passes None to hooks of outputs that no loss uses.
     """
@@ -211,7 +211,7 @@ class Gradients:
         if not batch.is_padding:
             batch.amounts.append(call.amount)
         if leg.has_several_batches:
-            leg.labels = call._replace(output=None, target=None)  # large tensors, which must not outlive the batch
+            leg.labels = call._replace(output=None, target=None)  # do not retain the batch's large tensors
             batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
 
     def _weight_of(self, given: Any) -> Any:
@@ -313,7 +313,7 @@ class Gradients:
         leg = self._parallel.leg
         if not self._parallel.synchronizes or (counted is None and not is_further):
             self._precision.backward(loss, optimizer)
-        elif is_further:  # it adds to averaged gradients, which the hook must not weight: weight the loss instead
+        elif is_further:  # the hook must not weight already averaged gradients, so weight the loss
             factor = counted.factor() if counted is not None else leg.batch.weight if leg.window == 1 else 1.0
             with self._parallel.further_pass(self._parameters(cleared)):
                 self._precision.backward(loss * factor, optimizer)
@@ -331,7 +331,7 @@ class Gradients:
                 self._parallel.leg.usual = total / self._parallel.num_ranks
 
     def share(self, weight: Any = None, is_given: bool = True) -> float:
-        """Add the batch to its accumulation window. Return the factor for the batch's loss."""
+        """Add the batch to its window (the batches of a step). Return the factor by which to multiply its loss."""
         parallel = self._parallel
         weight = None if weight is None else float(weight)
         return parallel.leg.share(weight, parallel.num_ranks, is_of_criterion=not is_given)

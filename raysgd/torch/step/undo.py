@@ -312,9 +312,10 @@ class Undo:
 
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
-            return  # a batch without an all-reduce shows nothing, so the next batch is treated as the first
+            return  # without an all-reduce, nothing was learned, so treat the next batch as the first
         if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):
-            # Parameters changed without an optimizer step, perhaps before an all-reduce.
+            # Copy everything from now on, because parameters changed without an optimizer step, perhaps before an
+            # all-reduce.
             self.copies_all = True
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
@@ -349,7 +350,7 @@ class Undo:
 
 
 class _Copies:
-    """Copies tensors, on their devices, and restores them. The memory of the copies is reused from batch to batch."""
+    """Copies tensors, on their devices, and restores them. Reuses the copies' memory from batch to batch."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -418,7 +419,7 @@ def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
         bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
     size, kinds = bits.element_size(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     has_words = bits.ndim > 0 and bits.is_contiguous() and not bits.storage_offset() * size % 8
-    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # 8-byte words sum up faster
+    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # summing 8-byte words is faster
     return bits.view(kind).sum(-1, dtype=torch.int64)
 
 
