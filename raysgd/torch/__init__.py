@@ -1,12 +1,12 @@
 """Class-based distributed training for PyTorch.
 
-Guarantees:
+It guarantees the following:
 
 * On any number of workers, `train()` and `validate()` report the same metrics as one process over the same samples.
 * One optimizer step of N workers equals the step of one process on the global batch, even if workers have different
   numbers of samples.
-* If a worker dies, at most the `train()` or `validate()` call in progress is lost. The call is repeated from the state
-  that the workers had before it.
+* If a worker dies, at most the work of the `train()` or `validate()` call in progress is lost. That call is repeated
+  from the state that the workers had when it started.
 
 The user provides the model, the loss and the data. The workers communicate through `torch.distributed`.
 """

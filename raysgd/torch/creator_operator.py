@@ -35,7 +35,7 @@ class CreatorOperator(TrainingOperator):
     _has_created = False
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creator functions and register the objects that they return. Repeated calls do nothing."""
+        """Call the creator functions and register the objects that they return. If called again, do nothing."""
         if self._has_created:
             return
         self._has_created = True
@@ -95,19 +95,19 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The first or only model."""
+        """The model, or the first of several models."""
         model: torch.nn.Module = self._raysgd.registered.models[0]
         return model
 
     @property
     def optimizer(self) -> Any:
-        """The first or only optimizer."""
+        """The optimizer, or the first of several optimizers."""
         optimizers = self._raysgd.registered.optimizers
         return optimizers[0] if optimizers else _absent("optimizer")
 
     @property
     def scheduler(self) -> Any:
-        """The first or only scheduler."""
+        """The scheduler, or the first of several schedulers."""
         schedulers = self._raysgd.registered.schedulers
         return schedulers[0] if schedulers else _absent("scheduler")
 
@@ -156,7 +156,7 @@ def make_operator(
     Args:
         own: Class on which the user called `from_creators`.
         creators: Creator functions by argument name, such as `model_creator`. Missing ones are None.
-        serialize_data_creation: True to let only one process of a machine create data at a time.
+        serialize_data_creation: True to let only one process on each machine create data at a time.
 
     Raises:
         ValueError: A creator is not a function that accepts the arguments it is called with.

@@ -1,10 +1,10 @@
 """`LightningOperator`: trains a `LightningModule`, in place of Lightning's own `Trainer`.
 
-The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. raysgd manages processes, data,
+The module's steps, hooks, `configure_optimizers` and `self.log` work unchanged. raysgd manages processes, data,
 checkpoints and recovery. Values that a step returns or logs are averaged over the samples of all workers.
 
 Hooks have the signatures of Lightning 2. `docs/lightning.md` lists the hooks that are called. Hooks that Lightning 2
-dropped (`training_epoch_end`, `validation_epoch_end`, `training_step_end`, `validation_step_end`,
+removed (`training_epoch_end`, `validation_epoch_end`, `training_step_end`, `validation_step_end`,
 `on_pretrain_routine_start`, `configure_apex`) are called if the module has them.
 """
 
@@ -45,7 +45,7 @@ from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import VALIDATES
 from raysgd.utils import NUM_SAMPLES
 
-if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # the same project under two names
+if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # the project has two names
     require("lightning", extra="lightning", purpose="`LightningOperator`")
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class LightningOperator(TrainingOperator):
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
     _freezes_in_batches = True  # a module with several networks may freeze one of them in some batches
-    warms_up = False  # a warm-up batch would run before `on_train_start`, which hooks may not expect
+    warms_up = False  # a warm-up batch would run before `on_train_start`, contrary to what the module's hooks expect
 
     def setup(self, config: dict[str, Any]) -> None:
         """Create the module and run its setup hooks, in the order of Lightning 2."""
@@ -163,7 +163,7 @@ class LightningOperator(TrainingOperator):
     ) -> dict[str, Any]:
         """Train on all batches, or until `on_train_batch_start` returns -1 on any worker.
 
-        If the epoch continues after a failure, workers that survived do not repeat the hooks at an epoch's start.
+        If the epoch continues after a failure, the surviving workers do not call the epoch-start hooks a second time.
 
         Returns:
             What the module's hook `training_epoch_end` returned. Without this hook, the mean and the last value
@@ -201,7 +201,7 @@ class LightningOperator(TrainingOperator):
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any], meters: AverageMeterCollection) -> None:
         leg = self._raysgd.parallel.leg
-        self._parts: list[dict[str, Any]] = []  # metrics of the parts into which the current batch is split, so far
+        self._parts: list[dict[str, Any]] = []  # metrics so far of the current batch, which may be split into parts
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch = self._to_device(batch)
             self._values.begin_batch(is_counted=not leg.batch.is_padding)
@@ -238,7 +238,7 @@ class LightningOperator(TrainingOperator):
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
         """Call the module's `optimizer_step` with a closure that runs the training step and the backward pass.
 
-        With gradient accumulation, only the closure runs for batches other than the last of an optimizer step.
+        With gradient accumulation, this happens only in a step's last batch. Other batches run only the closure.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         where = self._trainer.current_epoch, batch_idx
@@ -342,7 +342,7 @@ class LightningOperator(TrainingOperator):
         return self._raysgd.sum_over_workers(float(stops))[0] > 0  # stop on all ranks, because others would wait
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
-        """Consume the remaining batches so that the next epoch starts a new pass, unless the loader may be endless."""
+        """Consume the epoch's remaining batches, so that the next epoch starts at the beginning of the data."""
         leg = self._raysgd.parallel.leg
         leg.end_waiting()  # other ranks must not wait for a backward pass of this rank
         if length_of(self._raysgd.data.train_loader) is not None:
@@ -400,7 +400,7 @@ class LightningOperator(TrainingOperator):
             return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch, without the wrapper `DistributedDataParallel`, so that no worker waits for others."""
+        """Evaluate one batch on the unwrapped module, because `DistributedDataParallel` may wait for other workers."""
         batch_idx = batch_info["batch_idx"]
         self._hooks.call("on_validation_batch_start", batch, batch_idx, dataloader_idx=0)
         with self.timers.record("eval_fwd"), self._raysgd.precision.forward():
@@ -424,8 +424,8 @@ class LightningOperator(TrainingOperator):
         Args:
             stage: "train" or "validation". The module can read it from `self.trainer`.
             hook: Name of the hook that needs the steps' outputs at the end of the epoch.
-            meters: Accumulate the epoch's metrics. If they are the same object as before, the epoch continues after a
-                failure, and the values collected so far are kept.
+            meters: Meters that accumulate the epoch's metrics. If this is the same object as in the previous call, the
+                epoch continues after a failure, and the values collected so far are kept.
         """
         if meters is not self._meters:
             keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
@@ -463,7 +463,7 @@ class LightningOperator(TrainingOperator):
 
     @property
     def model(self) -> Any:
-        """The module. With several workers, the `DistributedDataParallel` around it."""
+        """The module. With several workers, the `DistributedDataParallel` wrapper around the module."""
         return self._raysgd.registered.models[0]
 
     @property

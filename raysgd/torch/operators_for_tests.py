@@ -1,4 +1,4 @@
-"""Operators for tests. In each epoch, they call a function from the config, or report scores from the config."""
+"""Operators for tests. In each epoch, they call a function that is passed in the config, or report scores from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TorchMLDataset`: the shards of an `MLDataset` of data frames as PyTorch datasets."""
+"""`TorchMLDataset`: the shards of a raysgd `MLDataset`, which consists of data frames, as PyTorch datasets."""
 
 from __future__ import annotations
 

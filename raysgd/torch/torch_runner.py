@@ -39,7 +39,7 @@ class TorchRunner(ClassRunner):
         return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
 
     def remade_tensors(self) -> EncodedState:
-        """Return, for each module, the frozen parameters that states omit because `setup` recreates them."""
+        """Return a dict for each module: the frozen parameters that states omit because `setup` recreates them."""
         tensors = self._hosted.state.remade_tensors()
         return lend([{name: each.cpu() for name, each in part.items()} for part in tensors])
 
@@ -47,8 +47,8 @@ class TorchRunner(ClassRunner):
         """Return the models without wrappers.
 
         Args:
-            copied: True to return copies on the CPU that can be pickled. If models are sharded, all ranks must then
-                call this, and only rank 0 gets the copies. False to return the models themselves.
+            copied: True to return picklable copies on the CPU. If models are sharded, all ranks must call this
+                together, and only rank 0 gets the copies. False to return the models themselves.
         """
         parallel, models = self._hosted.parallel, self._hosted.state.registered.original_models
         if not copied:

@@ -65,7 +65,7 @@ def make_trainable(
     if args:
         raise TypeError(f"`as_trainable` got {args!r} without names: pass all arguments of the trainer by name.")
     check_step(override_tune_step)
-    # Resolve "auto" here, because the process of a trial has no GPU even if its workers have GPUs.
+    # Resolve "auto" here, because a trial's process sees no GPU even if its workers have GPUs.
     options = {**options, "use_gpu": arguments.resolve_use_gpu(options.get("use_gpu", "auto"))}
 
     class TorchTrainable(BaseTorchTrainable):
@@ -98,7 +98,7 @@ def check_step(override_tune_step: Any) -> None:
     """Check that `override_tune_step` is None or a function of two arguments: the trainer and a dict.
 
     Raises:
-        ValueError: It is not.
+        ValueError: `override_tune_step` is something else.
     """
     if override_tune_step is None:
         return
@@ -128,7 +128,7 @@ def _resources_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) ->
 def _bundles_of(options: Mapping[str, Any], tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
     """Return the resources for Tune to reserve: one entry for each worker, including spare workers.
 
-    The trial's own process gets an entry, too, unless it runs a worker itself (`use_local`).
+    The trial's process gets an entry, too, unless it runs a worker itself (`use_local`).
     """
     found = _resources_of(options, tune_config)
     num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0

@@ -62,7 +62,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         config: Dict passed to the operator. The key `BATCH_SIZE` may hold the total batch size of all workers.
         seed: Nonnegative integer seed for initial weights, data order and random numbers. Each worker's global random
             generators get the same seed before `setup`, and a different seed per worker after it.
-        add_dist_sampler: True to shard registered loaders over map-style datasets over the workers.
+        add_dist_sampler: True to shard registered loaders of map-style datasets over the workers.
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
             never.
         use_tqdm: True to show a progress bar in `train`.
@@ -265,23 +265,23 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             if detached is None:
                 return super().__new__(cls)
             asked = kwargs.get("use_gpu", "auto")
-            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # the detached process has no GPU
+            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # the detached process sees no GPU
             handle = start(cls, detached, args, kwargs, is_lasting=arguments.outlives_its_process(kwargs))
             arguments.warn_of_unused_gpus(asked)
             return handle
 
     def _divide(self, options: BatchOptions) -> BatchOptions:
-        """Return how to split global batches. A replay overrides it to split them as the original workers did."""
+        """Return how to split global batches. A replay overrides this to split them as the original workers did."""
         return options
 
     @property
     def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
-        """The worker callbacks of a running `fit`."""
+        """The callbacks that run in the workers during the current `fit`."""
         return self._settings.worker_callbacks
 
     @property
     def wrap_ddp(self) -> bool:
-        """True if the strategy is "ddp". An older form of `strategy`."""
+        """True if the strategy is "ddp". Kept for older code; `strategy` is its replacement."""
         return self.strategy == "ddp"
 
     def _make_connection(self) -> Connection:
@@ -387,7 +387,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole, frozen=frozen)
         saving.check_format(format)
         if self._facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
-            self._writer.wait()  # an earlier file of this name may not be complete
+            self._writer.wait()  # an earlier save to the same path may still be running
             saving.save_folder(self._controller, checkpoint, weights_only)
             return checkpoint
         content = partial(saving.content_of, weights_only=weights_only, file_format=format)
@@ -458,7 +458,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return bool(values)
 
     def _schedule(self, function: Callable[..., Any], value: Any) -> None:
-        """Call a function that changes learning rates, with the same value on all workers."""
+        """Call a function that changes learning rates on all workers, with the same value."""
         self._on_all(function, value, changes_state=True, keeps_alike=True)
 
     def get_model(self, to_cpu: bool = False) -> Any:
@@ -492,7 +492,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         `num_gpus_per_worker`, `use_gpu`, `use_local`, `resources_per_worker` and `accelerator_type`.
 
         Args:
-            args: Not supported: pass all arguments by name.
+            args: Rejected. Pass all arguments by name.
             override_tune_step: Function that runs a step, given the trainer and a dict, and returns the step's result.
                 Default: call `train`, then `validate`.
             kwargs: Arguments of the trainer.

@@ -99,14 +99,15 @@ class TrainingOperator(BaseOperator):
 
     scheduler_metric: str | None = None
     remakes_frozen: bool = False
-    # True: the state is copied before each batch to undo an interrupted batch. None: the first batch of a call decides.
+    # True: all state is copied before each batch, to undo an interrupted batch. None: decided by what the first batch
+    # of a call does.
     _needs_copies: bool | None = False
     train_loader: Any
     validation_loader: Any
 
     _raysgd: TorchInternals
     _freezes_in_batches = False
-    # User subclasses have read these attributes since the first version of the library.
+    # Users' subclasses may read these attributes, because the library's first version had them.
     _world_rank, _local_rank = ReadOnlyView("world.rank"), ReadOnlyView("world.local_rank")
     _is_distributed, _device = ReadOnlyView("world.is_distributed"), ReadOnlyView("context.device")
     _use_gpu, _use_fp16, _use_tqdm = (
@@ -175,7 +176,7 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _plateaus(self, epoch: int) -> list[Plateau]:
-        """Return the schedulers that need a metric after this epoch (counted from 1), possibly from validation."""
+        """Return the schedulers that need a metric, possibly of the validation, after this epoch (counted from 1)."""
         return schedulers.plateaus_of(self)
 
     @rung
@@ -277,7 +278,7 @@ class TrainingOperator(BaseOperator):
         self._raysgd.gradients.apply(self._raysgd.choice.chosen("optimizer_step", optimizer))
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
-        """Return the number of batches to accumulate per optimizer step. Called once per call of `train`.
+        """Return the number of batches to accumulate per optimizer step. Called once per call to `train`.
 
         The default is the trainer's argument. Override this method to change the number over time. All workers must
         return the same number.
@@ -313,7 +314,7 @@ class TrainingOperator(BaseOperator):
 
     @rung
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Return `val_loss`, `val_accuracy` for classifiers, and the weights of these metrics."""
+        """Evaluate one batch. Return `val_loss`, its weight and, for classifiers, `val_accuracy` and its weight."""
         internals = self._raysgd
         output, target, comparisons, counted = internals.evaluate(batch)
         weight, ignored = counted.get(BATCH_WEIGHT), ignored_by(internals.criterion)
@@ -584,7 +585,7 @@ _FOR_TESTS = "raysgd.torch.operators_for_tests"  # programs written for the old 
 lazy_names(
     __name__,
     {
-        "CreatorOperator": "raysgd.torch.creator_operator",  # lazy, because that module imports this one
+        "CreatorOperator": "raysgd.torch.creator_operator",  # imported lazily, because it imports this module
         "get_test_metrics_operator": _FOR_TESTS,
         "get_test_operator": _FOR_TESTS,
     },

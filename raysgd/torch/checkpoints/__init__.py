@@ -1,1 +1,1 @@
-"""Reading and writing of PyTorch checkpoints. Writes are atomic, and reads reject damaged or unsafe files."""
+"""Reads and writes PyTorch checkpoints. Writes are atomic, and reads reject damaged or unsafe files."""

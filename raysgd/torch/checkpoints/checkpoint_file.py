@@ -6,21 +6,21 @@ without raysgd. `plain_state` defines which values are plain. raysgd adds two th
 - The key `raysgd_format` of the state contains the version of the file format.
 - The comment at the end of the archive, which torch and zip tools skip, contains a checksum, because torch itself loads
   a file with flipped bits without an error. The comment is `raysgd:1:xxh128:` and 32 hexadecimal digits. The code calls
-  this comment the seal. The digits are the XXH128 of all bytes before the comment. The last two of these bytes hold the
-  comment's length and are hashed as zeros.
+  this comment the seal. The digits are the XXH128 hash of all bytes before the comment. The two bytes right before the
+  comment contain its length and are hashed as zeros.
 
-Other tools can verify the checksum, see docs/checkpoints.md. docs/adr/0061-xxh128-for-checkpoint-files.md explains why
-this checksum was chosen.
+docs/checkpoints.md explains how other tools can verify the checksum. docs/adr/0061-xxh128-for-checkpoint-files.md
+explains why this checksum was chosen.
 
-A write goes to a temporary file beside the target, which is renamed to the target only when it is complete on disk. If
-the process is killed in the middle, the earlier checkpoint stays intact, and a file `.raysgd-*.tmp` remains. The next
-write into the folder deletes it.
+A write goes to a temporary file next to the target. The temporary file is renamed to the target only once it is
+complete on disk. If the process is killed in the middle, the earlier checkpoint stays intact, and a file
+`.raysgd-*.tmp` remains. The next write into the folder deletes it.
 
-The checksum is compared before torch reads the file; 200 MiB take about 10 ms. There are two functions to read a file.
-`read` copies it into new memory. `mapped` yields tensors that are mapped from the file, for just long enough to copy
-them to their destination. For a large state, allocating memory takes longer than everything else. This relies on nobody
-writing to the file meanwhile. raysgd itself never does, because it replaces files. A write by another program is
-detected afterwards; a program that truncates the file may crash this process.
+The checksum is verified before torch reads the file, which takes about 10 ms for 200 MiB. There are two functions to
+read a file. `read` copies it into new memory. `mapped` maps the tensors from the file, for just long enough to copy
+them to their destination. It is faster for a large state, because allocating memory takes longer than everything else.
+It relies on no program writing to the file meanwhile. raysgd itself never writes to an existing file but replaces it. A
+write by another program is detected afterwards, but a program that truncates the file may crash this process.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         ValueError: `state` lacks keys that `read` requires.
         OSError: The file could not be written, for example for lack of space. `path` is unchanged.
     """
-    from raysgd.storage import files  # imported here, because workers never write and need not load it
+    from raysgd.storage import files  # imported lazily, because only the driver writes files
 
     checked_state(state, "state", REQUIRED_KEYS)
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}
@@ -139,13 +139,14 @@ def mapped(
     """Read a checkpoint like `read`, but map its tensors from the file instead of copying them into memory.
 
     Copy what you need inside the `with` block, and do not use the tensors after it. Writing to a tensor changes it in
-    memory only. Files without a checksum, and files on file systems that cannot map, are copied into memory.
+    memory only. A file without a checksum, or on a file system that does not support memory mapping, is copied into
+    memory.
 
     Args:
         path: Path of the checkpoint file.
         weights_only: See `read`.
         name: Name that errors show instead of `path`, for example if `path` is a downloaded copy.
-        maps: False to copy the tensors into memory.
+        maps: False to copy the tensors into memory instead of mapping them.
 
     Raises:
         CheckpointCorruptedError: See `read`. Also raised at the end of the block if another process wrote to the file
@@ -187,7 +188,7 @@ def mapped(
 def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
     """Load a file with PyTorch's unrestricted reader, which unpickles any object.
 
-    Errors are raised unchanged if the checksum proved the file intact, or if their type does not suggest damage.
+    An error is raised unchanged if the checksum proved the file intact, or if the error's type does not suggest damage.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=False, mmap=maps)
@@ -208,7 +209,7 @@ def _load_strictly(source: str | IO[bytes], maps: bool = False) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=maps)
     except pickle.UnpicklingError as error:
         found = _UNKNOWN_GLOBAL.search(str(error))
-        if found is None:  # no class was rejected, so the file is damaged; the end of the message says how
+        if found is None:  # no class was rejected, so the file is damaged
             finding = str(error).rpartition("WeightsUnpickler error:")[2].strip()
             raise DamagedFileError(finding.partition("\n")[0]) from error
         raise NotPlainError(found[1][:200]) from error
@@ -246,7 +247,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[Any, torch.Tensor]:
 def _former_functions() -> Iterator[None]:
     """Let PyTorch's `weights_only` reader load NumPy values in files of the old library, during the `with` block.
 
-    raysgd's own functions stand in for NumPy's unsafe ones.
+    Safe functions of raysgd replace NumPy's unsafe functions.
     """
     functions: list[Any] = [(function, name) for name, function in FORMER_FUNCTIONS.items()]
     with _allowing_former, torch.serialization.safe_globals([*functions, FormerValue]):
@@ -268,9 +269,9 @@ def seal_at_end_of(tail: bytes) -> bytes | None:
 
 
 def checksum_of(file: IO[bytes], num_bytes: int) -> xxhash.xxh3_128:
-    """Return the checksum of the first `num_bytes` of an unbuffered file, or of the whole file if it is shorter.
+    """Hash the first `num_bytes` bytes of an unbuffered file, or the whole file if it is shorter.
 
-    The result is a hash object that accepts more bytes.
+    Return the hash object, which can be updated with more bytes.
     """
     import xxhash
 
@@ -301,7 +302,7 @@ class _ChecksummedStream:
         self._failure: Exception | None = None
 
     def save(self, content: dict[str, Any]) -> None:
-        """Write `content` with `torch.save`. If a write fails, raise the error of the write.
+        """Write `content` with `torch.save`. If writing to the file fails, raise the original error.
 
         torch itself would hide that error behind a `RuntimeError` about an unexpected position.
 
@@ -333,12 +334,12 @@ class _ChecksummedStream:
 
 
 def _is_zip_end(tail: bytes) -> bool:
-    """Return True if these last bytes of a file end a zip archive that has no comment."""
+    """Return True if `tail`, a file's last bytes, is the end of a zip archive without a comment."""
     return tail.startswith(_ZIP_END) and tail.endswith(bytes(_LENGTH_BYTES))
 
 
 def _seal_of(file: IO[bytes], size: int, name: str) -> tuple[bytes | None, bool]:
-    """Inspect a file's first and last bytes. Return its seal (None without one) and whether it is a zip archive.
+    """Inspect a file's first and last bytes. Return its seal, or None, and whether it is a zip archive.
 
     A file that `torch.save` wrote directly has no seal. Before version 1.6, torch did not write zip archives.
     """

@@ -1,10 +1,10 @@
 """A checkpoint folder for sharded models: how it is written and read.
 
 Each rank writes its tensors into a file with `torch.save`: a dict of tensors by their paths in the state. The driver
-writes everything else into two checkpoint files in the same folder. `ranks.pt` has the random number generators' states
-of all ranks. Ranks do not read it when they load. `rest.pt` has the remaining state, an index of the tensors' dtypes
-and shapes, and the size and checksum of each rank's file. It is written last. The folder gets its final name once it is
-complete.
+writes everything else into two checkpoint files in the same folder. `ranks.pt` contains the states of every rank's
+random number generators. Only the driver reads it. `rest.pt` contains the remaining state, an index of the tensors'
+dtypes and shapes, and the size and checksum of each rank's file. `rest.pt` is written last. The folder gets its final
+name once it is complete.
 
 The index contains only plain values and is covered by the checksum of `rest.pt`. Before any memory is allocated, the
 sizes in the index are compared with the sizes of the files. Then the content of the files is compared with the index.
@@ -77,7 +77,7 @@ class WrittenPart:
     Attributes:
         rest: State without tensors, from rank 0; None from other ranks.
         index: Index of the tensors, from rank 0; None from other ranks.
-        own: State that only this rank has, such as the states of its random number generators.
+        own: State that differs between ranks, such as the states of this rank's random number generators.
         file: Size and checksum of the file that the rank wrote.
     """
 
@@ -101,12 +101,12 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> WrittenPart:
-    """Write this rank's tensors into a checkpoint folder. Return the remaining state and facts about the file.
+    """Write this rank's tensors into a checkpoint folder. Return the remaining state, and the file's size and checksum.
 
     Args:
         folder: Path of the folder.
         state: State with this rank's rows of the sharded tensors.
-        own: State that only this rank has. It is returned unchanged.
+        own: State that differs between ranks, such as the states of random number generators. It is returned unchanged.
         rank: Rank of this process, which determines the file's name.
     """
     content, path = content_of(state, rank), Path(folder, part_name(rank))
@@ -118,7 +118,7 @@ def write_part(folder: str, state: Mapping[str, Any], own: Any, rank: int) -> Wr
 def _each_with_its_memory(tensors: Tensors) -> Tensors:
     """Clone tensors that share memory with another tensor or cover only a part of their memory.
 
-    `torch.save` would store shared memory only once, and the entire memory behind a view.
+    Otherwise, `torch.save` would store shared memory only once, and would store all memory behind a view.
     """
     apart, seen = {}, set[int]()
     for path, tensor in tensors.items():
@@ -137,7 +137,7 @@ def _facts_of(path: Path) -> FileFacts:
 
 @contextlib.contextmanager
 def making(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new temporary folder beside `path`. If the `with` block succeeds, rename the folder to `path`.
+    """Yield a new temporary folder next to `path`. If the `with` block succeeds, rename the folder to `path`.
 
     An earlier checkpoint at `path` is replaced.
 
@@ -163,7 +163,7 @@ def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
     elif target.exists():
-        target.unlink()  # an earlier checkpoint that is a file, which a rename to a folder cannot replace
+        target.unlink()  # the earlier checkpoint is a file, which renaming a folder cannot replace
     folder.rename(target)
     formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # also matches leftovers of killed saves
     for former in target.parent.glob(formers):
@@ -172,7 +172,7 @@ def _take_name(folder: Path, target: Path) -> None:
 
 
 def emptied(folder: Path) -> str:
-    """Delete the files in a folder so that the save can be attempted again. Return the folder's path."""
+    """Delete the files left in a folder by a failed save, so that the save can be retried. Return the folder's path."""
     for entry in folder.iterdir():
         entry.unlink()
     return str(folder)
@@ -223,7 +223,7 @@ class DividedFolder(DividedState):
         self._path, self._files = path, files
 
     def check(self, rank: int, num_ranks: int) -> None:
-        """Verify size and checksum of every `num_ranks`-th file, starting at `rank`. Together, the ranks verify all.
+        """Verify size and checksum of every `num_ranks`-th file from `rank` on. Together, the ranks verify all files.
 
         Raises:
             CheckpointCorruptedError: A file is missing or was changed.
@@ -259,7 +259,7 @@ class DividedFolder(DividedState):
             require(is_it, "a tensor differs from its entry in the index")
 
     def corrupted(self, finding: str) -> CheckpointCorruptedError:
-        """Return the error to raise because `finding` shows that the folder is damaged."""
+        """Return the error to raise for a damaged folder. `finding` describes the damage."""
         return corrupted(self._path, finding)
 
 
@@ -269,12 +269,12 @@ def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedF
     Args:
         path: Path of the folder.
         weights_only: True to reject content that could run code.
-        for_rank: True to skip `ranks.pt`, the random number generators' states of all ranks. A rank needs only its own,
-            which the driver sends.
+        for_rank: True to skip `ranks.pt`, which contains the states of every rank's random number generators. A rank
+            gets the states of its own generators from the driver.
 
     Raises:
         CheckpointCorruptedError: The folder is damaged or has another format.
-        UnsafeCheckpointError: The operator's own state needs `weights_only=False`.
+        UnsafeCheckpointError: The result of the operator's `state_dict` needs `weights_only=False`.
     """
     rest = checkpoint_file.read(Path(path, REST), weights_only=weights_only)
     facts = rest.pop(DIVIDED, None)
@@ -295,7 +295,7 @@ def _check_index(index: Any, files: Any) -> None:
     """Check that the index does not describe more data than the files contain.
 
     Raises:
-        ValueError, TypeError: The index describes more data, or is not an index.
+        ValueError, TypeError: The index describes more data, or is malformed.
     """
     require(type(index) is dict and type(files) is list and len(files) > 0, "it has no list of tensors or files")
     num_there = sum(num_bytes for num_bytes, _ in files)
@@ -320,7 +320,7 @@ def _rank_states(path: str) -> Any:
 
 
 def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, Any]:
-    """Read the state in a folder, sharded like this rank's models. All ranks must call this together.
+    """Read this rank's shard of the state in a checkpoint folder. All ranks must call this together.
 
     The models themselves are not changed.
 
@@ -331,7 +331,7 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
     Raises:
         CheckpointCorruptedError: The folder is damaged. Raised on every rank.
-        ValueError, KeyError: The state does not fit.
+        ValueError, KeyError: The state does not fit the models.
     """
     folder = opened(place.path, place.weights_only, for_rank=True)
     room = folder.make_room(make_room)
@@ -341,11 +341,11 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
 
 def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
-    """Call `read`, and raise on all ranks if it failed on any rank, so that no rank waits for a failed one."""
+    """Call `read`. If it fails on any rank, raise on all ranks, so that no rank waits for a failed rank."""
     found: Exception | None = None
     try:
         read()
-    except Exception as error:  # any class, because it is raised below, on all ranks
+    except Exception as error:  # of any class; raised below, on all ranks
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
@@ -353,4 +353,4 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
         told = found or folder.corrupted(
             "another worker reported that a file is missing, cannot be read, or was changed"
         )
-        raise told.with_traceback(None)  # same traceback on all ranks: if all fail alike, the workers are not replaced
+        raise told.with_traceback(None)  # drop the traceback, because workers that all fail alike are not replaced

@@ -1,12 +1,12 @@
-"""States of models that are sharded over the ranks.
+"""The state of models that are sharded over the ranks.
 
 A sharded state consists of an index, which describes all tensors, and one part for each rank. A rank's part contains
 its rows of each sharded tensor, split like `torch.chunk` splits. The part of rank 0 also contains the tensors that are
 not sharded. The parts of a snapshot (the state that the driver retains for recovery) are in Ray's object store, where
 they outlive the workers. The parts of a checkpoint are files. When the state is restored into a worker group of any
-size, each rank reads only the rows that it needs. The full state is assembled only where a caller requests it.
+size, each rank reads only the rows that it needs. The full state is assembled only in a process that requests it.
 
-ADR 92 explains why no rank gathers a state.
+ADR 92 explains why no rank gathers the full state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PARTS = ("models", "criterion", "optimizers")
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path_, torch.Tensor]]:
-    """Split a state into the state without the tensors of its models and optimizers, and these tensors by path.
+    """Remove the tensors of models and optimizers from a state. Return the remaining state, and the tensors by path.
 
     Examples:
         >>> rest, tensors = split({"epoch": 1, "models": [{"weight": torch.ones(2)}]})
@@ -79,7 +79,7 @@ def joined(rest: Mapping[str, Any], paths: Iterable[Path_], tensor_of: Callable[
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
-    """Copy nested dicts and lists, each container once. Other values are shared with the original."""
+    """Copy nested dicts and lists, each only once even if it occurs several times. Other values are not copied."""
     if not isinstance(value, Mapping | list):
         return value
     if id(value) in made:
@@ -94,9 +94,10 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
 
 
 def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return a rank's part of a state without copying tensors.
+    """Return the part of a state that a rank stores, without copying tensors.
 
-    The part is a dict with `tensors`, by path, and the state's `rest` and `index`, which are None except on rank 0.
+    The part is a dict with the keys `tensors` (tensors by path), `rest` (the state without tensors) and `index`. The
+    values of `rest` and `index` are None except on rank 0.
     """
     rest, tensors = split(state)
     is_divided = {path: _is_divided(tensor) for path, tensor in tensors.items()}
@@ -108,7 +109,7 @@ def content_of(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 class DividedState:
-    """A sharded state whose parts, one for each rank that wrote it, are read on first use.
+    """A sharded state. It has one part for each rank that wrote it, and a part is read when it is first used.
 
     Args:
         rest: State without the tensors of its models and optimizers.
@@ -126,7 +127,7 @@ class DividedState:
         self._part = cache(read_part)
 
     def outline(self) -> dict[str, Any]:
-        """Return the state with tensors that have a shape but take no memory."""
+        """Return the state with placeholder tensors, which have a shape but take no memory."""
 
         def shape_of(path: Path_) -> torch.Tensor:
             dtype, size, _ = self.index[path]
@@ -170,7 +171,7 @@ class DividedState:
                 local[first - begin : last - begin].copy_(self._part(rank)[path][first - at : last - at])
 
     def joined(self, tensors: Tensors) -> dict[str, Any]:
-        """Return the complete state, taking its tensors from `tensors`."""
+        """Return the complete state, with its tensors taken from `tensors`."""
         return joined(self.rest, self.index, tensors.__getitem__)
 
 
@@ -187,7 +188,7 @@ def of_snapshot(parts: DividedValue) -> DividedState:
 
 
 def whole(shared_state: Any, copy: bool) -> Any:
-    """Return the full state in a snapshot that the driver holds.
+    """Return the full state from a snapshot in the driver.
 
     Args:
         shared_state: Encoded state of the snapshot, or its parts if it is sharded.
@@ -198,7 +199,7 @@ def whole(shared_state: Any, copy: bool) -> Any:
 
 
 def outline(shared_state: Any) -> Any:
-    """Return the state in a snapshot, to inspect its structure. Tensors of a sharded state contain only zeros."""
+    """Return a snapshot's state for inspecting its structure. If it is sharded, zeros replace its tensors' values."""
     is_divided = isinstance(shared_state, DividedValue)
     return of_snapshot(shared_state).outline() if is_divided else decode(shared_state, copy=False)
 
@@ -207,7 +208,7 @@ def outline(shared_state: Any) -> Any:
 
 
 def _placement(tensor: Any) -> Any:
-    """Return the placement of a `DTensor`, or None for a plain tensor, which each rank has in full.
+    """Return how a `DTensor` is sharded (its placement). Return None for a plain tensor, which each rank has in full.
 
     It checks for the attribute, because importing `DTensor` is slow.
     """

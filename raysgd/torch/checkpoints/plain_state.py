@@ -1,8 +1,8 @@
 """Plain states: the content of a checkpoint file, in a form that PyTorch's `weights_only` reader can load.
 
 A plain state consists of tensors, numbers, strings, bytes, and containers of them. PyTorch's reader runs no code while
-it loads these. It does not support NumPy arrays, and allowing NumPy's functions would be a security hole: the pointers
-of an array of objects would come from the file. So an array is written as a marked tensor: a dict whose only key is
+it loads these. It does not support NumPy arrays. Allowing NumPy's functions would be a security hole: a file could
+contain an array of objects with arbitrary pointers. So an array is written as a marked tensor: a dict whose only key is
 `raysgd_numpy` and whose value is the tensor. Everything else is written as `torch.save` writes it.
 """
 
@@ -34,9 +34,9 @@ _MAX_EXPANSION = 16
 def packed(state: Any, *, allow_pickle: bool = False) -> Any:
     """Return a copy of the structure of `state` that can be written and loaded. Tensors are not copied.
 
-    NumPy scalars become Python numbers, and NumPy arrays become dicts with the key `raysgd_numpy` and a tensor. A value
-    of any other type is saved and loaded as a test, so classes that were allowed through
-    `torch.serialization.add_safe_globals` count as plain.
+    NumPy scalars become Python numbers, and NumPy arrays become dicts with the key `raysgd_numpy` and a tensor. To test
+    a value of any other type, it is saved and loaded once. So classes that were allowed through
+    `torch.serialization.add_safe_globals` are accepted.
 
     Args:
         state: State to write.
@@ -52,7 +52,7 @@ def packed(state: Any, *, allow_pickle: bool = False) -> Any:
 
 
 class _Packing:
-    """One call of `packed`: copies the containers of a state and checks that each value can be loaded."""
+    """Implements a call to `packed`: copies the containers of a state and checks that each value can be loaded."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
@@ -66,7 +66,7 @@ class _Packing:
         if kind is bytes:
             return value or _NoBytes()
         if kind in (dict, collections.OrderedDict, list, np.ndarray):
-            if id(value) not in self._copies:  # one copy for all occurrences of this value
+            if id(value) not in self._copies:  # copy the value only once, even if it occurs several times
                 self._copies[id(value)] = kind() if kind is not np.ndarray else self._array(value, path)
                 self._fill(self._copies[id(value)], value, path)
             return self._copies[id(value)]
@@ -94,7 +94,7 @@ class _Packing:
                 vars(copy).update(self.of(vars(value), f"vars({path})"))
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
-        """Return an array as a marked tensor, or unchanged if PyTorch lacks its dtype and pickles are allowed.
+        """Return an array as a marked tensor. If PyTorch lacks its dtype and pickles are allowed, return it unchanged.
 
         Raises:
             ValueError: PyTorch lacks the dtype, and pickles are not allowed.
@@ -113,7 +113,7 @@ class _Packing:
     def _try(self, sample: Any, value: Any, path: str) -> None:
         """Save `sample` and load it with `weights_only=True`. Raise an error about `value` if that fails.
 
-        `sample` is the value itself or its attributes. With `allow_pickle`, nothing is tested.
+        `sample` is either `value` or the attributes of `value`. With `allow_pickle`, nothing is tested.
         """
         if self._allow_pickle:
             return
@@ -157,7 +157,7 @@ def unpacked(loaded: Any, num_bytes: int) -> Any:
 
 
 class _Unpacking:
-    """One call of `unpacked`: converts marked tensors back to NumPy arrays, and limits the total size of all values."""
+    """Implements a call to `unpacked`: converts marked tensors to NumPy arrays and limits the state's total size."""
 
     def __init__(self, num_bytes_left: int) -> None:
         self._num_bytes_left = num_bytes_left
@@ -212,6 +212,6 @@ class _Unpacking:
 
 
 def _check_attributes(value: Any) -> None:
-    """Raise `DamagedFileError` if an attribute that the file set hides a method of its object."""
+    """Raise `DamagedFileError` if the file sets an attribute that shadows a method of its object."""
     names: Iterable[str] = getattr(value, "__dict__", ())
     require(not any(hasattr(type(value), name) for name in names), "an attribute has the name of a method")

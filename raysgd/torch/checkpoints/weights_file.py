@@ -1,8 +1,8 @@
-"""Weights files in the safetensors format, which contain only models and can be read by other programs.
+"""Weights files: files in the safetensors format that contain only models and can be read by other programs.
 
 In a file of one model, tensors are named as in its `state_dict`. With several models, each name is prefixed with the
-model's index and a dot. Weights that several names share are stored under the first name. The metadata maps the other
-names to it.
+model's index and a dot. Tied weights, which have several names, are stored under the first name. The metadata maps the
+other names to the first.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MAX_MODELS = 10_000
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a state's models to a path or URI atomically: the file is always the complete old or complete new file.
+    """Write a state's models to a path or URI atomically: readers see either the complete old or the complete new file.
 
     Raises:
         ImportError: safetensors is not installed.
         ValueError: A value in a model's state is not a tensor.
         OSError: The file could not be written. `path` is unchanged.
     """
-    from raysgd.storage import files  # imported here, because workers never write and need not load it
+    from raysgd.storage import files  # imported lazily, because only the driver writes files
 
     tensors, metadata = _flat(content["models"])
     if LEFT_OUT in content:
@@ -49,7 +49,7 @@ def check_writable() -> None:
 
 
 def is_weights_file(path: str) -> bool:
-    """Return True if a file starts like a safetensors file."""
+    """Return True if a file's first bytes are those of a safetensors file."""
     with open(path, "rb") as file:
         start = file.read(_HEADER_AT + 1)
     return start[_HEADER_AT:] == b"{"
@@ -58,8 +58,8 @@ def is_weights_file(path: str) -> bool:
 def read(path: str, name: str) -> dict[str, Any]:
     """Read a weights file.
 
-    Return a dict with `models`, the state dict of each model on the CPU, and, if the file omits parameters, a list of
-    them under `LEFT_OUT`.
+    Return a dict whose key `models` has a list of the models' state dicts, with tensors on the CPU. If the file omits
+    parameters, the key `LEFT_OUT` has a list of their names.
 
     Args:
         path: Path of the file.
@@ -83,7 +83,7 @@ def read(path: str, name: str) -> dict[str, Any]:
 
 
 def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's saved state dict, completed with names of tied weights that the saved state dict lacks.
+    """Return a model's saved state dict, adding the names of tied weights that a weights file stores under one name.
 
     Args:
         saved: State dict from a file.
@@ -100,7 +100,7 @@ def with_tied(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
 
 
 def _flat(models: Sequence[Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of all models by name, storing tied weights once, and the file's metadata."""
+    """Return a dict of all models' tensors by name, in which tied weights occur once, and the file's metadata."""
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}

@@ -1,9 +1,9 @@
-"""Positions in the data: which samples of a pass come next, for a worker group of any size.
+"""Determines which samples of a pass each rank gets next, for a worker group of any size.
 
 All ranks step together. A *pass* is one order of all samples, identical on every rank. A *step* takes the next
 `world_size * batch_size` samples of that order and splits them over the ranks, contiguously and evenly. The consumed
 samples are therefore always a prefix of the order, and a position is just (pass index, samples consumed). A position
-stays valid when the group shrinks or grows, and each sample of a pass is used exactly once regardless.
+stays valid when the group shrinks or grows, so each sample of a pass is still used exactly once.
 
 In each step, N workers see exactly the samples that one process with an N times larger batch would see, in the same
 order. This includes the last step, which may be smaller and split unevenly: `Share.weight` makes the mean of the ranks'
@@ -33,15 +33,15 @@ from raysgd.torch.data.sample_order import BatchesOrder, Indices, JoinedBatches,
 
 
 class Share(NamedTuple):
-    """A rank's batch in a step. A rank may have several batches in a step.
+    """A batch that one rank processes in a step. A rank may have several batches in a step.
 
     Attributes:
         start: Position of the batch's first sample in the order of the pass.
         stop: Position after the batch's last sample.
-        num_samples: Number of samples that count: `stop - start`, or 0 if the slice is only padding.
+        num_samples: Number of samples that count: `stop - start`, or 0 for padding, whose samples do not count.
         weight: Factor for the rank's gradient before the unweighted mean over the ranks. It is 1.0 exactly when all
-            ranks have the same number of samples. The weights of all ranks always average to 1.
-        num_global: Number of samples of all ranks together.
+            ranks have the same number of samples. The ranks' weights always average to 1.
+        num_global: Number of samples that all ranks together get in the step.
         is_first: True if this is the rank's first batch of the step.
         is_last: True if this is the rank's last batch of the step.
     """
@@ -57,7 +57,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PassPlan:
-    """A plan for the rest of a pass: its global batches, of a fixed size or with given bounds, and each rank's part.
+    """A plan for the rest of a pass: its global batches, and how each global batch is split over the ranks.
 
     Attributes:
         num_samples: Number of samples in the whole pass.
@@ -66,8 +66,8 @@ class PassPlan:
         drop_last: True to leave out an incomplete last step.
         pad: What a rank without samples gets while other ranks have samples. True: samples of that step, repeated with
             weight 0 (training). False: no batch (evaluation).
-        bounds: Start positions of all global batches of the pass, and the end position of the last global batch. None
-            if global batches have a fixed size.
+        bounds: Positions at which the pass's global batches start, then the position at which the last one ends. None
+            if all global batches have the same size.
 
     Raises:
         ValueError: A value is out of range.
@@ -95,7 +95,7 @@ class PassPlan:
 
     @cached_property
     def _starts(self) -> Sequence[int]:
-        """Start positions of the remaining global steps."""
+        """Positions, in the order of the pass, at which the remaining global steps start."""
         if self.bounds is not None:
             return [self.consumed, *self.bounds[bisect_right(self.bounds, self.consumed) :]][:-1]
         size = self.division.global_size
@@ -107,14 +107,14 @@ class PassPlan:
         return len(self._starts)
 
     def _span(self, step: int) -> tuple[int, int]:
-        """Return the first position of a global step in the order of the pass, and the position after the last."""
+        """Return a global step's first position in the order of the pass, and the position after its last sample."""
         start, coming = self._starts[step], step + 1
         if coming < len(self._starts):
             return start, self._starts[coming]
         return start, min(start + self.division.global_size, self.num_samples)
 
     def consumed_after(self, steps: int) -> int:
-        """Return the position after `steps` more global steps. After the last step, that is the end of the pass.
+        """Return how many samples are consumed after `steps` more global steps: all of them after the last step.
 
         Raises:
             ValueError: `steps` is negative or exceeds the number of remaining steps.
@@ -124,20 +124,20 @@ class PassPlan:
 
     @property
     def has_single_samples(self) -> bool:
-        """True if some remaining batch must have only one sample, because of its global batch's size and `cap`."""
+        """True if some rank must get a batch with a single sample in the rest of the pass."""
         cap = self.division.cap
         return any(size == 1 or cap == 1 or (cap == 2 and size % 2 == 1) for size in self._sizes)
 
     @property
     def has_empty_shares(self) -> bool:
-        """True if some rank has a remaining batch without samples."""
+        """True if some rank gets a batch without samples in the rest of the pass."""
         ranks = range(self.division.world_size)
         parts = (part for size in self._sizes for rank in ranks for part in self.division.parts(size, rank))
         return any(part.start == part.stop for part in parts)
 
     @cached_property
     def _sizes(self) -> Counter[int]:
-        """Number of remaining global batches of each size."""
+        """The number of remaining global batches, by their size."""
         sizes, first = Counter[int](), 0
         if self.bounds is None and self.num_steps > 1:  # all global batches but the last have the same size
             first = sizes[self.division.global_size] = self.num_steps - 1
@@ -179,7 +179,7 @@ class PassPlan:
         )
 
     def _shares_of_batch(self, rank: int, size: int) -> list[Share]:
-        """Return a rank's batches in a global batch, with positions relative to the global batch's first sample."""
+        """Return the batches that a rank gets from a global batch, with positions relative to its first sample."""
         parts = self.division.parts(size, rank)
         return [self._share(size, index, parts) for index in range(len(parts))]
 
@@ -206,7 +206,7 @@ _WHEN_LOADED = 1
 
 @dataclass(frozen=True)
 class GlobalBatchRule:
-    """Rule for splitting global batches if a loader's batch size is the total of all ranks.
+    """Rule for splitting global batches over the ranks, for loaders whose batch size is the total over all ranks.
 
     Attributes:
         cap: Largest number of samples in one batch of a rank; None for no limit.
@@ -220,11 +220,11 @@ class GlobalBatchRule:
 
     @property
     def of_streams(self) -> Callable[[int, int], Division | ShardedGlobalBatch]:
-        """Function that splits the global batches of streams. A stream's batch size is always the total."""
+        """Function that splits the global batches of streams, whose batch size is always the total over all ranks."""
         return replace(self, multiple=1).division
 
     def division(self, global_size: int, world_size: int) -> Division | ShardedGlobalBatch:
-        """Return the rule for splitting global batches of a given size over a number of workers."""
+        """Return the rule for splitting global batches of `global_size` samples over `world_size` workers."""
         if not self.num_shards:
             return Division(global_size, world_size, self.cap)
         cap = self.cap or (global_size // self.multiple if self.multiple > 1 else None)
@@ -233,7 +233,7 @@ class GlobalBatchRule:
 
 
 class SeededIndices(list[int]):
-    """The indices of a logical shard's samples, with the random seed for loading the samples."""
+    """The sample indices of a logical shard, with the random seed to set before the samples are loaded."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)
@@ -248,11 +248,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     Pass it to a `DataLoader` as `batch_sampler`. Before each iteration, call `begin_pass` with the start position.
 
-    An iterator keeps the plan that it was created with. It may prefetch, and later calls of `begin_pass` or `reshape`
+    An iterator keeps the plan that it was created with. It may prefetch, and later calls to `begin_pass` or `reshape`
     do not affect it.
 
-    Iterating before the first `begin_pass` yields all samples once. Shuffled data has a different order each time, but
-    the same on all ranks: a fixed seed is used, because the ranks have not agreed on a seed yet.
+    Iterating before the first call to `begin_pass` yields all samples once. Shuffled data gets a new order in each
+    iteration. The order is the same on all ranks, because it comes from a fixed seed until the ranks have agreed on a
+    seed.
 
     Attributes:
         order: Order of the samples.
@@ -304,7 +305,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.reshape(rank, world_size, batch_size)
 
     def begin_pass(self, pass_index: int, seed: int, consumed: int = 0, order: SampleOrder | None = None) -> PassPlan:
-        """Start a pass, or resume it after `consumed` samples, and return the plan for the rest of it.
+        """Start a pass, or resume it after `consumed` samples, and return the plan for the rest of the pass.
 
         Args:
             pass_index: Number of the pass, from 0.
@@ -320,11 +321,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self.plan
 
     def fingerprint(self) -> int | None:
-        """Return a number that identifies the latest pass's order if a user's sampler drew it, otherwise None."""
+        """Return a hash of the latest pass's order if a user's sampler generated the order; otherwise None."""
         if self._fingerprint is None and isinstance(self.order, SamplerOrder):
             drawn = self._indices
             content = memoryview(drawn) if isinstance(drawn, array) else repr(drawn).encode()
-            digest = hashlib.blake2b(content, digest_size=5).digest()  # short, so that sums over all ranks fit 63 bits
+            digest = hashlib.blake2b(content, digest_size=5).digest()  # short, so that the ranks' sum fits into 63 bits
             self._fingerprint = int.from_bytes(digest, "big")
         return self._fingerprint
 
@@ -365,7 +366,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     @property
     def most_batches(self) -> int:
-        """Number of successive batches that a rank takes in a full step. With user-defined batches, 2 means several."""
+        """Number of batches that a rank processes in a full step. If users define the batches, 2 means several."""
         if isinstance(self.order, BatchesOrder):  # batch sizes may differ from pass to pass
             return 1 if self.rule is None or self.rule.cap is None else 2
         return self._division.num_batches(self._division.global_size)
@@ -390,7 +391,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, bounds)
 
     def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:
-        # Recovery usually resumes the same pass. Reuse its order, because drawing it may take seconds.
+        # Recovery usually resumes the same pass. Reuse its order, because generating it may take seconds.
         if self._drawn_for != (order, seed, pass_index):
             self._indices = order.indices(seed, pass_index)
             self._drawn_for, self._fingerprint = (order, seed, pass_index), None

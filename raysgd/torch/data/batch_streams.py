@@ -1,4 +1,4 @@
-"""Sources of a replica's batches, and the stream of batches that a training call draws from them.
+"""Sources of a replica's batches, and the stream of batches that a training call reads from a source.
 
 The sources differ in what is known in advance. For a loader that the library shards, every rank's batches in every step
 are known. For any other loader, the ranks all-reduce their batch sizes before each step, in parallel with training.
@@ -34,16 +34,17 @@ _WHEN_TRAINED = 2
 
 
 class DrawnItem(NamedTuple):
-    """A batch that a source yields, with its place in the global step and in the pass.
+    """A batch that a source yields, with its position in the global step and in the pass.
 
     Attributes:
         batch: The batch.
         weight: Weight of the batch's gradient.
         num_samples: Number of samples in the batch, without padding; None if it is unknown.
-        total: Number of samples of all ranks together; None if it is unknown.
+        total: Number of samples that all ranks together have in the global step; None if it is unknown.
         is_first: True if the global step starts with this batch.
         is_last: True if the global step ends with this batch.
-        seeds: Random seeds for this logical shard and for after the step's last shard. None to not reseed.
+        seeds: Two random seeds: for this logical shard, and for the code after the step's last shard. None if random
+            number generators are not reseeded.
         is_last_of_pass: True if the pass ends with this batch; None if that is not known yet.
     """
 
@@ -60,9 +61,9 @@ class DrawnItem(NamedTuple):
 class DividedLoaderSource:
     """Source for a loader that the library shards over the ranks.
 
-    A PyTorch loader draws a seed for its processes whenever it is opened. Here it draws the seed from a generator for
-    this rank. As a result, ranks do not repeat each other's augmentations, and interrupting and resuming a pass does
-    not change the state of the global generators that the model uses.
+    A PyTorch loader draws a random seed for its worker processes whenever it is opened. This source lets it draw the
+    seed from a separate generator for this rank. As a result, ranks do not repeat each other's augmentations, and
+    interrupting and resuming a pass does not change the state of the global generators that the model uses.
 
     Args:
         sharded: The user's loader, rebuilt to load this rank's batches.
@@ -94,7 +95,7 @@ class DividedLoaderSource:
         self._ranks = ranks
 
     def _check_drawn(self, start_sum: Summation | None, world_size: int, is_resumed: bool) -> None:
-        """Check that a user's sampler drew the same order on all ranks, and the same as before in a resumed pass."""
+        """Check that a user's sampler gave all ranks the same order and, in a resumed pass, the order from before."""
         own, before = self._sharded.sampler.fingerprint(), self._order_before
         name, self._order_before = self.order.name, None
         assert own is not None, "only a rank's own order is checked"
@@ -115,13 +116,13 @@ class DividedLoaderSource:
             )
 
     def state(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
+        """Return the seed, the size of a pass and, within a pass, a hash of its order, to save in a snapshot."""
         origin = {"seed": self.seed, **self._size}
         order = self._order_before or self._sharded.sampler.fingerprint() if is_mid_pass else None
         return origin if order is None else {**origin, "order": order}
 
     def load_state(self, position: Mapping[str, Any]) -> bool:
-        """See `raysgd.trainer.worker.data.feed.DataFeed`."""
+        """Load a position that `state` returned. Return False if the size of the data has changed since."""
         if any(position.get(name) != number for name, number in self._size.items()):
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return False
@@ -130,7 +131,7 @@ class DividedLoaderSource:
         return True
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return plain data from which a step's samples can be determined later. See `raysgd.journal`."""
+        """Return plain data from which the journal (`raysgd.journal`) can later determine a step's samples."""
         sampler = self._sharded.sampler
         return {
             "kind": "loader",
@@ -151,7 +152,7 @@ class DividedLoaderSource:
 
     @property
     def most_batches(self) -> int:
-        """Number of successive batches that a rank takes in a global step."""
+        """Number of batches that a rank processes, one after the other, in a global step."""
         return self._sharded.sampler.most_batches
 
     @property
@@ -161,12 +162,12 @@ class DividedLoaderSource:
 
     @property
     def has_own_order(self) -> bool:
-        """True if a user's sampler draws the order. It may draw a different order the next time."""
+        """True if a user's sampler generates the order. It may generate a different order the next time."""
         return isinstance(self.order, SamplerOrder)
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """True if another worker would draw the same order, unlike a user's sampler that counts its passes itself."""
+        """True if another worker would get the same order. False for a user's sampler that counts its passes itself."""
         is_so = not isinstance(self.order, SamplerOrder) or self.order.is_repeatable(self.seed)
         if not is_so and self._ranks is not None and self._ranks.rank == 0:
             logger.warning(
@@ -219,7 +220,7 @@ class DividedLoaderSource:
 
 
 def _are_alike(own: int, start_sum: Summation, world_size: int) -> bool:
-    """Return True if all ranks pass the same 40-bit number. A collective: all ranks must call it."""
+    """Return True if all ranks pass the same 40-bit number. All ranks must call this together."""
     halves = divmod(own, 2**20)  # small enough that the sum of squares does not overflow
     numbers = torch.tensor([(half, half**2) for half in halves])
     start_sum(numbers)()
@@ -239,7 +240,7 @@ class PlainSource:
     Attributes:
         is_divided: True if the library shards the data. See `raysgd.trainer.worker.data.feed.DataFeed`.
         left_out: Number of rows that were left out because they could not be read.
-        most_batches: Number of successive batches that a rank takes in a global step.
+        most_batches: Number of batches that a rank processes, one after the other, in a global step.
         num_shards: Number of logical shards in a global batch; 0 if global batches are split by rank.
     """
 
@@ -252,7 +253,7 @@ class PlainSource:
         self._loader, self._is_in_lockstep = loader, is_in_lockstep
 
     def join(self, ranks: RankSums) -> None:
-        """Join the worker group of the next call."""
+        """Switch to the worker group that runs the next call."""
         self._ranks = ranks
 
     def open(self, pass_index: int, consumed: int) -> Iterator[DrawnItem]:
@@ -263,7 +264,7 @@ class PlainSource:
         return (DrawnItem(batch, 1.0, None, None) for batch in self._loader)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return plain data that marks the samples of a step as unknown. See `raysgd.journal`."""
+        """Return plain data that tells the journal (`raysgd.journal`) that a step's samples are unknown."""
         return {"kind": "undivided", "name": type(self._loader).__name__}
 
     def num_steps(self) -> int | None:
@@ -271,7 +272,7 @@ class PlainSource:
         return length_of(self._loader)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return 0: how many samples all ranks use in a number of steps is unknown."""
+        """Return 0, because this source does not know how many samples the ranks use in a number of steps."""
         return 0
 
 
@@ -300,7 +301,7 @@ LoaderSource: TypeAlias = DividedLoaderSource | PlainSource | StreamSource
 
 
 def ask(start_sum: Summation, num_samples: int | None) -> Callable[[], tuple[int, int]]:
-    """Start an all-reduce that counts the ranks with a batch in the next step and their samples.
+    """Start an all-reduce that counts the ranks that have a batch in the next step, and these batches' samples.
 
     Args:
         start_sum: Starts an all-reduce sum over the ranks.
@@ -328,7 +329,8 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
     """Yields the batches of a source, and computes the number of used samples from the source's plan."""
 
     _num_steps_in_pass = _began_at = 0
-    # Number of samples due and used when this worker left its group. Kept until a pass is opened in the next group.
+    # Numbers of samples (in total, used) of the pass in progress when this worker left its previous group. Cleared when
+    # a pass is opened in the next group.
     _before: tuple[int | None, int] | None = None
 
     @property
@@ -336,9 +338,9 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
         return self.ledger()[1]
 
     def ledger(self) -> tuple[int | None, int, int]:
-        """Return three sample counts of this pass, over all ranks: due, used so far, and in the unfinished step.
+        """Return the pass's numbers of samples over all ranks: in total, used so far, and in the unfinished step.
 
-        The number due is None if it is unknown. A second thread may call this during training.
+        The total is None if it is unknown. A second thread may call this during training.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
         if self._before is not None:
@@ -383,7 +385,7 @@ class TorchBatchStream(batch_streams.BatchStream[DrawnItem, Leg]):
 
 
 def tell_epoch(loader: Any, pass_index: int) -> None:
-    """Call `set_epoch` of the loader's sampler or batch sampler with the index of the pass, if it exists."""
+    """Call `set_epoch(pass_index)` on the loader's sampler, or else its batch sampler, if it has this method."""
     for holder in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(pass_index)

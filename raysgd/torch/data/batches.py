@@ -1,9 +1,9 @@
-"""Splits batches, and what models and `forward` return, for the operator's default methods. Also collates batches.
+"""For the operator's default methods: splits batches into inputs and target, reads model outputs, and collates batches.
 
 A batch is one of:
 
 - a sequence with the target last
-- a mapping of names to tensors, as collators for language models create it
+- a mapping of names to tensors, such as collators for language models create
 - a dataclass whose fields are tensors
 
 A model returns its output: a tensor, or a mapping or an object whose keys or attributes may include the loss.
@@ -87,8 +87,10 @@ def inputs(prepare: Callable[[Any], Any], batch: Any, has_target: bool, model: A
     Args:
         prepare: Splits a batch into inputs and target.
         batch: Batch to predict, with or without a target.
-        has_target: True if the last part of a tuple is the target. If False, `prepare` gets None as the target.
-        model: Model that predicts. If the batch has named parts, a target is passed only if the model requires it.
+        has_target: True if the last element of a batch that is a tuple is the target. If False, `prepare` gets None as
+            the target.
+        model: Model that predicts. If the batch is a dict or dataclass, a target in it is passed only to a model that
+            requires it.
     """
     if by_name(batch) is not None:
         features, _ = prepare(batch)
@@ -130,9 +132,9 @@ def prediction(output: Any) -> Any:
 
 
 def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Split a dict of metrics from the end of what `forward` returned.
+    """Separate the dict of metrics, if any, from the end of the tuple that `forward` returned.
 
-    Return everything before the dict, and the dict. It is empty if `forward` returned none.
+    Return everything before the dict, and the dict, which is empty if `forward` returned no dict.
     """
     if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], Mapping):
         return returned, {}
@@ -171,9 +173,10 @@ def _named(output: Any, name: str) -> Any:
 def count_samples(batch: Any) -> int:
     """Return the number of samples in a batch of any shape, inspecting only sizes.
 
-    The last array in a tuple or list is usually the target. Its first dimension counts samples more reliably than an
-    input's. If the target is a list of dicts, as in object detection, each dict is one sample. If neither is found, the
-    first nested array is used, then the length of the list. Any other value is one sample.
+    The last array in a tuple or list is usually the target. Its first dimension is more likely than an input's to be
+    the number of samples. If the target is a list of dicts, as in object detection, each dict is one sample. If neither
+    is found, the first nested array is used or, without any array, the length of the list. Any other value counts as
+    one sample.
 
     Examples:
         >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))
@@ -196,7 +199,7 @@ def samples_of(batch: Any, otherwise: int) -> int:
 
 
 def _counted(batch: Any) -> Any:
-    """Return the part of a batch that has one entry per sample; None if it has no array and no list of samples."""
+    """Return the part of a batch that has one entry per sample; None if the batch has no array or list of samples."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     if len(parts) > 1 and _is_list_of_samples(parts):
         return parts
@@ -231,7 +234,7 @@ def _first_counted(parts: Iterable[Any]) -> Any:
 
 
 class TensorCollate:
-    """Collates rows into batches of tensors, like a `DataLoader` by default."""
+    """Collates rows into batches of tensors, as a `DataLoader` does by default."""
 
     def __call__(self, rows: list[Any]) -> Any:
         return default_collate(rows)
@@ -243,14 +246,15 @@ class TensorCollate:
     def begin_process(self) -> None:
         """Prepare a data loading process.
 
-        Use one PyTorch thread, because OpenMP threads do not survive a fork, and pickle small tensors by value.
+        PyTorch uses one thread in the process, because OpenMP threads do not survive a fork. Small tensors are pickled
+        by value.
         """
         torch.set_num_threads(1)
         ForkingPickler.register(torch.Tensor, _reduced)
 
 
 def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the callable and arguments that pickle stores for a tensor in a loader process.
+    """Return the function and arguments from which pickle recreates a tensor that a loader process sends.
 
     PyTorch's default is to share the tensor's memory. The receiver must then contact the sending process. Copying a
     small tensor is cheaper.

@@ -1,6 +1,6 @@
 """The data that a user passes to one call of `train`, `validate` or `predict`.
 
-Data to train and validate on is created and sharded in each worker.
+For `train` and `validate`, each worker creates the data and reads its shard. For `predict`, the driver assigns rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from raysgd.trainer.messages.prediction_data import (
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return how data passed to a call is handled, such as "rows" or "batches"; None if its type is not supported."""
+    """Return how data passed to a call is read, such as "rows" or "batches"; None if its type is not supported."""
     kind = data_kinds.kind_of(dataset)
     if kind is None and isinstance(dataset, DataLoader | Stream):
         return "batches"
@@ -57,14 +57,14 @@ def has_samples(dataset: Any) -> bool:
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
-    """Prepare the data of a call for workers. Return None if the type is not supported.
+    """Wrap the data that a user passed to a call, to send it to the workers. Return None if its type is not supported.
 
     Args:
         dataset: The data that the user passed to the call.
         config: Config of one worker.
 
     Raises:
-        ValueError: No batch size is given, or arrays differ in their number of rows.
+        ValueError: The config has no batch size, or arrays have different numbers of rows.
     """
     kind = kind_of(dataset)
     if kind == "batches":
@@ -126,12 +126,11 @@ def _taken(array: Any, indices: list[int]) -> Any:
 def batches_of(share: CallData, collate_fn: Any, make_batch: AsBatch = as_batch) -> Any:
     """Return a worker's data as an iterable of batches.
 
-    Datasets of Ray Data, and objects with `get_shard`, arrive sharded. All other data must still be sharded; see
-    `divided`.
+    Ray Data datasets and objects with `get_shard` are already sharded. Pass all other data to `divided` afterwards.
 
     Args:
         share: Data that this worker received.
-        collate_fn: Creates batches from samples, if the data has no such function.
+        collate_fn: Creates batches from samples, if the data itself has no such function.
         make_batch: Creates batches from arrays.
 
     Raises:
@@ -183,7 +182,8 @@ def divided(
         rank: Rank of this worker.
         world_size: Number of workers.
         training: True for training data.
-        rule: How to form global batches, the batches that all workers together train on; None for no rule.
+        rule: How to split global batches, the batches that all workers together train on. None if the loader's batch
+            size applies to one worker.
 
     Raises:
         ValueError: The rule requires sharding by samples, which this loader does not support.
@@ -252,7 +252,7 @@ def as_tensor(array: Any) -> Any:
 
 
 def _of_loader(loader: DataLoader[Any], asked: BatchRequest) -> PredictionSource:
-    """Return a source that lets each worker load some of the loader's rows. `drop_last` is ignored to keep all rows."""
+    """Return a source from which each worker loads some of the loader's rows. It ignores `drop_last`."""
     batches = loader.batch_sampler
     if batches is None:
         raise ValueError(
@@ -306,7 +306,7 @@ class PredictionLoader:
     def __init__(self, collate_fn: Callable[[], Any], make_batch: AsBatch = as_batch) -> None:
         self._collate_fn, self._make_batch = collate_fn, make_batch
         self._key: str | None = None
-        self._indices: list[list[int]] = []  # batch sampler of the loader, changed in place for each round
+        self._indices: list[list[int]] = []  # the loader's batch sampler, changed in place for each round
         self._loader: DataLoader[Any] | None = None
 
     def batches(self, request: PredictRequest, work: Work, make_loader: Any) -> Iterator[tuple[Any, int]]:

@@ -1,4 +1,4 @@
-"""Opens the loaders of one replica as streams of batches, whose sample order is the same on all ranks."""
+"""Opens a replica's data loaders as streams of batches. All ranks agree on the order of the samples."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class TorchFeed(feed.DataFeed):
         data_of: Returns the data registered under "train" or "validation".
         parallel: Strategy that keeps the replicas in sync.
         world_size: Number of replicas.
-        undo: Called before a padding batch in training, which a rank without samples gets. Returns a function that
-            undoes the batch's side effects.
+        undo: Called in training before a padding batch, which a rank without samples gets. Returns a function that
+            undoes the side effects of the padding batch.
         rank: This replica's rank.
         rule: Rule for sharding loaders by global batches; None if the batch size is per worker.
         make_batch: Creates batches from arrays that a call passes.
@@ -185,6 +185,6 @@ class TorchFeed(feed.DataFeed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Iterator used in place of a loader that was not registered. It raises `NoDataError` when iterated over."""
+    """Iterator that replaces a loader that was not registered. Iterating over it raises `NoDataError`."""
     way_out = ", or pass `dataset` to `train`." if name == "train" else " before you call `validate`."
     raise NoDataError(f"`{name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")

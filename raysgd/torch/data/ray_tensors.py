@@ -1,4 +1,4 @@
-"""Converts arrays and batches of Ray Data to tensors."""
+"""Converts arrays and Ray Data batches to tensors."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate columns along the second dimension. A 1-D column is treated as one column wide."""
+    """Concatenate columns along the second dimension. A 1-D column becomes a matrix with one column."""
     return torch.cat([column.unsqueeze(1) if column.ndim == 1 else column for column in columns], dim=1)

@@ -3,13 +3,13 @@
 Each order is a function of a seed and the index of the pass, so every rank computes the same order without
 communication.
 
-For large data, a permutation of the indices is computed as it is read and never stored. So starting at any position
-costs nothing. Each index is split into the row and column of a roughly square table. Over several rounds, the row or
-the column is shifted by a hash of the other. Each shift is invertible, so different indices stay different (a Feistel
-network). An index that ends up past the end of the range, in the table's last row, is sent through the network again
-until it is in the range (cycle walking).
+For large data, a permutation of the indices is computed as it is read and never stored. So reading can start at any
+position without extra work. Each index is split into the row and column of a roughly square table. Over several rounds,
+the row or the column is shifted by a hash of the other. Each shift is invertible, so different indices stay different
+(a Feistel network). An index that ends up past the end of the range, in the table's last row, is sent through the
+network again until it is in the range (cycle walking).
 
-ADR 2 explains why the order of the user's loader is kept, and why large data is shuffled differently.
+ADR 2 explains why the user's order is kept, and why large data is shuffled differently.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _READ_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Permutation(Sequence[int]):
-    """A pseudorandom permutation of the numbers from 0 to `length - 1`, computed on access.
+    """A pseudorandom permutation of the numbers from 0 to `length - 1`, computed as it is read.
 
     It depends only on `length` and `seed`, and is the same on every machine.
 
@@ -154,7 +154,7 @@ _DRAWN_BELOW = 2**20
 
 @dataclass(frozen=True)
 class SequentialOrder:
-    """Ascending order of the dataset's indices, the same in every pass."""
+    """The order that visits the dataset's indices in ascending order in every pass."""
 
     name = "sequential"
     num_samples: int
@@ -170,8 +170,8 @@ class ShuffledOrder:
 
     Attributes:
         num_samples: Number of samples in a pass.
-        drawn_below: With fewer samples than this, the permutation is drawn with `torch.randperm` when a pass starts.
-            Otherwise, it is computed as it is read.
+        drawn_below: With fewer samples than this, `torch.randperm` generates the permutation when a pass starts.
+            Otherwise, the permutation is computed as it is read.
     """
 
     name = "shuffled"
@@ -189,12 +189,12 @@ class ShuffledOrder:
 
 @dataclass(frozen=True)
 class SamplerOrder:
-    """The order that a user's sampler draws.
+    """The order in which a user's sampler yields indices.
 
     The sampler is iterated over once per pass. Before that, the global generators of PyTorch, `random` and NumPy, and
     the sampler's own PyTorch `generator`, are seeded from the seed and the pass index. Their states are restored
-    afterwards. If the sampler has `set_epoch`, it is called first, with the pass index. Any other source of randomness
-    may give each rank a different order. The ranks detect that.
+    afterwards. If the sampler has `set_epoch`, it is called first, with the pass index. If the sampler uses any other
+    source of randomness, the ranks may get different orders. The ranks compare their orders and raise in that case.
     """
 
     sampler: Any
@@ -212,10 +212,10 @@ class SamplerOrder:
     def indices(self, seed: int, pass_index: int) -> Indices:
         """Return the sampler's indices for a pass: an array, or a list if they are not integers.
 
-        If a sampler draws fewer indices than its length, the pass is shorter accordingly.
+        If a sampler yields fewer indices than its length, the pass has only these samples.
 
         Raises:
-            ValueError: The sampler draws more indices than its length, perhaps endlessly.
+            ValueError: The sampler yields more indices than its length; it may even be endless.
         """
         limit = len(self.sampler)
         holders = (self.sampler, getattr(self.sampler, "sampler", None))
@@ -232,17 +232,17 @@ class SamplerOrder:
         return _compact(drawn)
 
     def is_repeatable(self, seed: int) -> bool:
-        """Return True if the sampler draws the same order when it is drawn twice for the same pass."""
+        """Return True if iterating over the sampler twice for the same pass yields the same order."""
         first, again = (self.indices(seed, 0) for _ in range(2))
         return first == again
 
 
 @dataclass(frozen=True)
 class BatchesOrder(SamplerOrder):
-    """The order of the samples in the batches that a user's batch sampler draws. Here, `num_samples` counts batches."""
+    """The order of the samples in a user's batch sampler. Here, `num_samples` is the number of batches."""
 
     def indices(self, seed: int, pass_index: int) -> JoinedBatches:
-        """Return the sample indices of all batches that the batch sampler draws in a pass."""
+        """Return the sample indices of all batches that the batch sampler yields in a pass."""
         batches = [list(batch) for batch in super().indices(seed, pass_index)]
         bounds = accumulate((len(batch) for batch in batches if batch), initial=0)
         return JoinedBatches(_compact([*chain.from_iterable(batches)]), [*bounds])
@@ -257,8 +257,8 @@ an order to check that they use the same type of order.
 
 
 def order_of(sampler: Any) -> SampleOrder:
-    """Return the order that a sampler specifies: sequential, shuffled, or whatever a custom sampler draws."""
-    # Compare exact types, because a subclass may draw in any order.
+    """Return the order that a sampler specifies: sequential, shuffled, or whatever order a custom sampler yields."""
+    # Compare exact types, because a subclass may yield any order.
     if type(sampler) is SequentialSampler:
         return SequentialOrder(len(sampler))
     if type(sampler) is RandomSampler and _draws_each_once(sampler):
@@ -279,7 +279,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def divides_data(sampler: Any) -> bool:
-    """Return True if a sampler already gives each rank a shard of the samples."""
+    """Return True if a sampler, like `DistributedSampler`, already gives each rank a shard of the samples."""
     # Many samplers copy the attribute names of PyTorch's DistributedSampler without subclassing it.
     by_name = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
     return by_name or isinstance(sampler, DistributedSampler)
@@ -287,7 +287,7 @@ def divides_data(sampler: Any) -> bool:
 
 def _compact(drawn: list[Any]) -> Sequence[Any]:
     if any(isinstance(each, torch.Tensor) and each.ndim for each in drawn[:1]):
-        return drawn  # each element is a batch; an array would convert a one-element tensor to a number
+        return drawn  # each element is a batch; an array would turn a one-element tensor into a number
     try:
         return array("q", drawn)
     except (TypeError, OverflowError):

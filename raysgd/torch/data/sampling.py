@@ -1,9 +1,9 @@
 """Shards a user's `DataLoader` over the workers by rebuilding it with an `ElasticBatchSampler`.
 
-A loader that cannot be rebuilt is used unchanged, and the reason is recorded. Processes of a rebuilt loader exit
-immediately when their worker dies. By default, they would check for that only every 5 s.
+A loader that cannot be rebuilt is used unchanged, and the reason is recorded. The processes of a rebuilt loader exit
+immediately when the worker that started them dies. PyTorch's loader processes check for that only every 5 s.
 
-ADR 2 explains why the order of the user's loader is kept.
+ADR 2 explains why the user's order is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShardedLoader:
-    """A user's loader, rebuilt so that each rank loads its shard.
+    """A user's loader, rebuilt so that each rank loads only its shard of the samples.
 
     Attributes:
         loader: Loader with the user's dataset and options, and `sampler` as its `batch_sampler`.
@@ -41,9 +41,9 @@ class ShardedLoader:
             workers changes.
         own_sampler: The user's sampler, which yields sample indices or entire batches of indices.
         seed_hint: Seed of the sample order on this worker: from the user's generator, or else PyTorch's initial seed.
-            It may differ between ranks, so all must use the seed of one rank.
+            It may differ between ranks, so all ranks must agree on the seed of one rank.
         num_samples: Number of samples in a pass, over all ranks.
-        signature: Description of the data, which the ranks compare to check that they shard the same data.
+        signature: String that describes the data. The ranks compare it to check that they shard the same data.
     """
 
     loader: DataLoader[Any]
@@ -88,15 +88,15 @@ def shard_loader(
     pin_memory: bool = False,
     rule: GlobalBatchRule | None = None,
 ) -> ShardedLoader | UndividedLoader:
-    """Rebuild a map-style `DataLoader` so that the group shards its samples, or return it unchanged with a reason.
+    """Rebuild a map-style `DataLoader` to load only this rank's shard, or return it unchanged with a reason.
 
     The order of the user's loader is kept. A sequential order stays sequential over many workers, a shuffled order is
-    reshuffled in each pass, and a user's sampler draws the order of all workers' samples. The loader's `batch_size` is
-    the batch size of one worker. With `rule`, it is the batch size of all workers together, and each batch of a user's
-    batch sampler is split over the workers.
+    reshuffled in each pass, and a user's sampler determines the order of all workers' samples. The loader's
+    `batch_size` is the batch size of one worker. With `rule`, it is the batch size of all workers together, and each
+    batch of a user's batch sampler is split over the workers.
 
-    All loading options are kept except `in_order=False`. A batch that overtakes another would be counted for the wrong
-    step, so batches always arrive in order, and a warning is logged.
+    All loading options are kept except `in_order=False`. Batches must arrive in order, because a batch that arrives
+    early would count for the wrong step. If the user set `in_order=False`, a warning is logged.
 
     Args:
         loader: Object that the user registered or passed to a call.
@@ -149,7 +149,7 @@ def _has_own_iteration(loader: DataLoader[Any]) -> bool:
 
 
 def _own_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the user's sampler, which yields indices or, if it is a custom batch sampler, batches of indices."""
+    """Return the user's sampler or custom batch sampler."""
     # If the user passed `batch_sampler=BatchSampler(...)`, `loader.sampler` is only PyTorch's unused default.
     batches: Any = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else batches
@@ -214,7 +214,7 @@ _KEPT_OPTIONS = (
 
 
 def kept_options(loader: Any, *more: str) -> dict[str, Any]:
-    """Return a user's `DataLoader` options, as arguments for another loader over the same dataset.
+    """Return the options of a user's `DataLoader`, to create another loader over the same dataset.
 
     Args:
         loader: The user's loader.
@@ -224,7 +224,7 @@ def kept_options(loader: Any, *more: str) -> dict[str, Any]:
 
 
 def ending_with_parent(user_function: Callable[[int], None] | None) -> Callable[[int], None]:
-    """Wrap a user's `worker_init_fn` so that the loader process exits when its parent process dies."""
+    """Wrap a user's `worker_init_fn`, so that a loader process also exits when its parent process dies."""
     return partial(_begin_process, user_function)
 
 
@@ -237,8 +237,8 @@ def _begin_process(user_function: Callable[[int], None] | None, worker_id: int) 
 class SeededRows(Dataset[Any]):
     """Wraps a map-style dataset to seed the random number generators before each batch is loaded.
 
-    So random augmentation, and random numbers in `collate_fn`, depend only on the batch. Other attributes are delegated
-    to the wrapped dataset.
+    As a result, random augmentation and random numbers in `collate_fn` depend only on the batch, not on the rank. All
+    other attributes are those of the wrapped dataset.
 
     Args:
         dataset: The user's dataset.

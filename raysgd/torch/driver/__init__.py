@@ -1,1 +1,1 @@
-"""The part of `TorchTrainer` that runs in the driver: checks arguments and workers' results, saves and loads files."""
+"""The driver's part of `TorchTrainer`: checks arguments and workers' results, and saves and loads files."""

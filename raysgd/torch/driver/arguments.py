@@ -1,9 +1,8 @@
 """Resolves defaults of `TorchTrainer`'s arguments and checks the arguments, before any worker starts.
 
 Every check raises `ValueError` or `TypeError`, with a message that says what was passed, what is allowed, and what to
-do. Arguments that only older versions had raise `DeprecationWarning`. The settings classes, such as `TorchSettings`,
-check individual options. This module checks combinations of options, and options whose check needs the driver's
-process.
+do. Arguments of older versions raise `DeprecationWarning`. The settings classes, such as `TorchSettings`, check
+individual options. This module checks combinations of options, and options that can only be checked in the driver.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_place(num_workers: int, use_local: Any) -> None:
-    """Check that the workers can communicate.
+    """Raise if the workers could not communicate with these arguments.
 
     Several workers need `torch.distributed`. With `use_local`, rank 0 runs in this process, so that other workers
     cannot reach it if it is connected through Ray Client.
@@ -76,7 +75,7 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
     Args:
         dataset: The dataset passed to a call; None for the registered data.
         name: Name of the argument, for errors.
-        steps_apart: True if the workers do not synchronize their steps (`strategy="none"`).
+        steps_apart: True if the workers' steps are not synchronized (`strategy="none"`).
         global_option: Name of the trainer's option that splits each batch over the workers, which needs data that can
             be sharded by samples. Empty if no such option is on.
 
@@ -106,7 +105,7 @@ def check_dataset(dataset: Any, name: str = "dataset", *, steps_apart: bool = Fa
 
 
 def resolve_use_gpu(use_gpu: bool | str) -> bool:
-    """Return whether the workers use GPUs. "auto" means True if PyTorch sees a GPU in the driver's process."""
+    """Return whether the workers use GPUs. With "auto", they do if PyTorch sees a GPU in the driver's process."""
     available = torch.cuda.is_available()
     if isinstance(use_gpu, str) and use_gpu == "auto":
         return available
@@ -145,7 +144,7 @@ def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> 
 
 
 def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """Return the name of the communication backend. "auto" selects NCCL with GPUs and gloo without."""
+    """Return the name of the communication backend. "auto" selects NCCL with GPUs and gloo without GPUs."""
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
     if backend not in ("nccl", "gloo", "horovod"):
@@ -195,7 +194,7 @@ def outlives_its_process(options: Mapping[str, Any]) -> bool:
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
-    """Check the batch size in the config. Warn if it must be changed to be divisible by the number of workers."""
+    """Check the batch size in the config. Warn if it will be changed because the workers cannot split it evenly."""
     config = settings.config
     if BATCH_SIZE not in config:
         return
@@ -212,7 +211,7 @@ STRATEGIES = ("ddp", "fsdp", "none")
 
 
 def resolve_strategy(strategy: str | None, wrap_ddp: bool) -> str:
-    """Return the name of the strategy. `wrap_ddp`, an older argument, determines it if `strategy` is None."""
+    """Return the strategy's name. If `strategy` is None, the older argument `wrap_ddp` determines the strategy."""
     refuse_text(wrap_ddp=wrap_ddp)
     if strategy is None:
         return "ddp" if wrap_ddp else "none"
@@ -382,7 +381,7 @@ _CREATORS = ("model_creator", "data_creator", "optimizer_creator", "scheduler_cr
 
 
 def refuse_other_name(given: Mapping[str, Any]) -> None:
-    """Check unknown keyword arguments for an operator class that was passed under a wrong name.
+    """Raise if one of the unknown keyword arguments is an operator class, which the user passed under a wrong name.
 
     Raises:
         TypeError: One of the arguments is an operator class.
@@ -412,7 +411,7 @@ def take_others(given: dict[str, Any]) -> Any:
         DeprecationWarning: One of these arguments was passed with a value that would have an effect.
 
     Returns:
-        The value of `serialize_data_creation`, which is accepted but has no effect.
+        The value of `serialize_data_creation`, which the trainer accepts for compatibility and ignores.
     """
     _take(given, "num_replicas", "use `num_workers`")
     _take(

@@ -1,4 +1,4 @@
-"""Checks in the driver that the results of all workers from a call of `train` or `validate` are consistent."""
+"""Checks in the driver that the workers' results from a call to `train` or `validate` are consistent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_alike(answers: Sequence[EpochAnswer]) -> None:
     """Check that synchronized replicas did the same work in the same order, and have equal weights.
 
     Args:
-        answers: Results of all workers, by rank.
+        answers: The workers' results, in the order of the ranks.
 
     Raises:
         UnevenStepsError: The replicas did different work.
@@ -41,8 +41,8 @@ def warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | 
 
     Args:
         name: Name of the data in the warning: "train" or "validation".
-        answers: Results of all workers.
-        num_steps: Number of steps that the user requested, or None. If it is 0, nothing is logged.
+        answers: The workers' results.
+        num_steps: Number of steps that the user requested; None for the whole epoch. If it is 0, nothing is logged.
     """
     counts = {answer.metrics.get(BATCH_COUNT) for answer in answers if answer.metrics is not None}
     if num_steps != 0 and counts == {0}:

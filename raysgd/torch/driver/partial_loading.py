@@ -1,4 +1,4 @@
-"""Loads parts of a checkpoint or weights file, such as only the weights, and reports what did not fit."""
+"""Loads parts of a checkpoint or weights file, such as only the weights, and reports which weights did not fit."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str,
 def merged(
     snapshot: Snapshot, saved: Mapping[str, Any], parts: tuple[str, ...] | None, strict: bool
 ) -> tuple[dict[str, Any], LoadReport]:
-    """Return the current state with some parts replaced by a file's parts, and a report of what did not fit.
+    """Return the current state with some parts replaced by those in a file, and a report of what did not fit.
 
     Args:
         snapshot: Current state of the trainer.
         saved: Content of the file.
         parts: Parts to take from the file; None for only the models.
-        strict: True to take all weights, even unfitting ones, so that loading the returned state raises. False to take
-            only weights that fit.
+        strict: True to take all weights. If some do not fit, loading the returned state then raises. False to take only
+            weights that fit.
 
     Raises:
         KeyError: The file lacks a part.
@@ -161,7 +161,8 @@ def _take_models(
         saved: State dicts of the models from the file.
         strict: See `merged`.
         parts: Parts to name in the report.
-        left_out: For each model, names that the report does not list as unexpected although the state omits them.
+        left_out: For each model, names of frozen weights that the current state omits. If the file has them, the report
+            does not list them as unexpected.
     """
     if not isinstance(saved, list | tuple) or len(saved) != len(own):
         found = len(saved) if isinstance(saved, list | tuple) else f"a `{type(saved).__name__}` instead of"

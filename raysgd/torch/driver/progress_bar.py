@@ -1,4 +1,4 @@
-"""The progress bar of `use_tqdm=True`: one bar for each call of `train`, with labels like "1/5e" for epoch 1 of 5.
+"""The progress bar of `use_tqdm=True`: one bar for each call to `train`, with labels like "1/5e" for epoch 1 of 5.
 
 In a terminal or a notebook, the bar is cleared when the epoch ends. In a log file, it is a single line at the end of
 the epoch.

@@ -37,7 +37,7 @@ The flag is True if each current rank has its own state in it, so that the worke
 
 
 def load_state(controller: ElasticController, state: dict[str, Any], held: ExitStack | None = None) -> None:
-    """Load a state, which the trainer's `state_dict` returned, into all workers.
+    """Load a state from the trainer's `state_dict` into all workers.
 
     Args:
         controller: Controller of the workers.
@@ -51,7 +51,7 @@ def load_state(controller: ElasticController, state: dict[str, Any], held: ExitS
 
 
 def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
-    """Load a snapshot of another trainer into all workers of this trainer. The snapshot is not changed.
+    """Load another trainer's snapshot into all workers of this trainer. The snapshot is not changed.
 
     Raises:
         ValueError, KeyError: The snapshot does not fit the operator. The workers are unchanged.
@@ -68,7 +68,7 @@ def load_snapshot(controller: ElasticController, snapshot: Snapshot) -> None:
 
 
 def _load_folder(controller: ElasticController, path: str, weights_only: bool) -> None:
-    """Load a checkpoint folder, in which sharded models were saved.
+    """Load a checkpoint folder, the format in which sharded models are saved.
 
     If this trainer's models are sharded, too, each worker reads its shard from the folder. Otherwise, the driver reads
     the full state and sends it.
@@ -87,7 +87,8 @@ def _checked(controller: ElasticController, state: dict[str, Any], is_file: bool
     check_progress(state["epoch"], state.get(RESUME))
     resume = dict(as_in_file(state).get(RESUME) or {})
     rank_states = _checked_rank_states(resume.pop(RNG, ()))
-    # A file saved by the same number of ranks has each rank's own state, so it equals the workers' state after loading.
+    # A checkpoint saved by the same number of ranks has the state of each rank, so it equals the workers' state after
+    # loading.
     return {**state, RESUME: resume}, rank_states, is_file and len(rank_states) == controller.num_workers
 
 
@@ -98,7 +99,7 @@ def _load(controller: ElasticController, content: Content, held: ExitStack | Non
         controller: Controller of the workers.
         content: State to load. No reference to it is retained.
         held: Exit stack that keeps the state's file open. It is closed once the state is copied to the object store.
-            Closing it raises if the file was written to meanwhile.
+            Closing it raises if another process wrote to the file in the meantime.
     """
     whole, rank_states, is_complete = content
     if controller.ensure_group().is_driver_only:
@@ -131,7 +132,7 @@ Writer = Callable[[str, dict[str, Any]], object]
 
 
 def check_format(name: Any) -> None:
-    """Check the name of a file format.
+    """Raise unless `name` is a file format that `save` supports and its package is installed.
 
     Raises:
         ValueError: The format is unknown.
@@ -153,7 +154,8 @@ def content_of(
         snapshot: State to save.
         weights_only: True to reject content that could only be loaded by running code.
         file_format: Format of the file.
-        frozen: Frozen parameters that the snapshot omits, to include them in the file; None to omit them there, too.
+        frozen: Frozen parameters that the snapshot omits and the file must include; None to omit them from the file,
+            too.
 
     Raises:
         ValueError: A part of the state could not be loaded from the file.
@@ -169,7 +171,7 @@ def content_of(
 
 
 def _completed(state: dict[str, Any], tensors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state, completed with the frozen parameters that it omits.
+    """Return the state, adding the frozen parameters that it omits.
 
     Args:
         state: State whose models, and perhaps criterion, lack their frozen parameters.
@@ -224,7 +226,7 @@ def load(
         parts: Parts of the state to load; None for all parts.
         strict: True if all weights must fit.
         controller: Controller of the workers.
-        saves: Bookkeeping of saved and loaded files, which is notified of this file.
+        saves: Record of saved and loaded files, which is notified of this file.
         take_snapshot: Returns the trainer's current state. Parts that are not loaded keep their values from it.
 
     Returns:

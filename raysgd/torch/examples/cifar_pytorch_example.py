@@ -81,7 +81,7 @@ def _read(files: list[Path]) -> TensorDataset:
 def train_cifar(
     test_mode: bool = False, num_workers: int = 1, use_gpu: bool = False, num_epochs: int = 5, fp16: bool = False
 ) -> dict[str, Any]:
-    """Train, validate after each epoch, print the metrics, and return those of the last validation.
+    """Train, validate after each epoch, print the metrics, and return the metrics of the last validation.
 
     Args:
         test_mode: True to train for one epoch on a few images of random noise, as a smoke test.

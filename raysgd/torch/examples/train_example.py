@@ -56,7 +56,7 @@ def scheduler_creator(optimizer: torch.optim.Optimizer, config: dict[str, Any]) 
 
 
 def data_creator(config: dict[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Create the train loader with `data_size` points and the validation loader with `val_size`, both unshuffled."""
+    """Create unshuffled loaders: one with `data_size` points for training, one with `val_size` for validation."""
     batch_size = config.get("batch_size", 32)
     train = LinearDataset(_SLOPE, _INTERCEPT, size=config.get("data_size", 1000))
     validation = LinearDataset(_SLOPE, _INTERCEPT, size=config.get("val_size", 400))

@@ -1,4 +1,4 @@
-"""Runs a user's PyTorch operator inside a worker, with its data, training loop, state, and place in the group."""
+"""Runs a user's PyTorch operator inside a worker, with the operator's data, training loop, state and rank."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TorchFacts(RunnerFacts):
 
 
 class TorchHostedOperator(hosted.HostedOperator):
-    """Runs a user's PyTorch operator inside a worker, with its data, training loop and state.
+    """Runs a user's PyTorch operator inside a worker, with the operator's data, training loop and state.
 
     Attributes:
         parallel: Strategy that keeps the replicas in sync.
@@ -96,7 +96,7 @@ class TorchHostedOperator(hosted.HostedOperator):
 
     @property
     def internals(self) -> TorchInternals:
-        """The library's record of the operator."""
+        """Private state that the library keeps for the operator."""
         return self.operator._raysgd
 
     def build(self) -> TorchFacts:
@@ -125,7 +125,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         return facts
 
     def _check_data(self) -> None:
-        """Check that the training data and the optimizers work with the batch options."""
+        """Raise if the training data or the optimizers do not work with the trainer's batch options."""
         train, options = self._data("train"), self.settings.batch_options
         if options.is_global and isinstance(train, UndividedLoader):
             name = "deterministic" if options.deterministic else "split_batches"
@@ -141,7 +141,7 @@ class TorchHostedOperator(hosted.HostedOperator):
             )
 
     def _part_ways(self) -> None:
-        """Make this rank's random number generators differ from those of all other ranks."""
+        """Give this rank's random number generators states that differ from those on all other ranks."""
         rank = self.world.rank
         if self.has_trained:
             if rank != self.operator.world_rank:  # a new worker at the old rank may have copied these generator states
@@ -210,7 +210,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         if not isinstance(data, ShardedLoader):
             return
         if is_stock(operator, "train_batch") and not (is_stock(operator, "train_epoch") or hasattr(operator, "model")):
-            return  # the default `train_batch` cannot run without `self.model`, so the user's `train_epoch` avoids it
+            return  # the default `train_batch` needs `self.model`, so the user's `train_epoch` must not use it
         try:
             self.loop.begin_leg(0)
             batch = next(DividedLoaderSource(data, data.seed_hint).open(0, 0), None)
@@ -234,7 +234,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
-        self.loop.forget_time()  # ranks are compared by their step times, and some ranks are new
+        self.loop.forget_time()  # the ranks' step times are compared, and new ranks have none yet
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
         handover.send(state, takers, self.operator.device)
@@ -259,7 +259,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         gradients, began_at = internals.gradients, stream.num_steps_taken
         if leg.has_several_batches and is_stock(self.operator, "train_epoch", "train_batch", "forward", "backward"):
             refuse_sum(internals.criterion)
-        # Before each pass, check that no parameters were frozen, unfrozen or added without `rewrap`.
+        # Before each pass over the data, check that no parameters were frozen, unfrozen or added without `rewrap`.
         stream.prepare = partial(internals.trained.check, self.operator._freezes_in_batches)
         noting = internals.loss_calls.on(internals.criterion, gradients.note_labels, only_labels=True)
         try:
@@ -276,9 +276,10 @@ class TorchHostedOperator(hosted.HostedOperator):
             parallel.end_leg()
 
     def _rows_of(self, run: EpochRun, stream: Any) -> StepRows | None:
-        """Return the object that exchanges metrics between the ranks in each step, or None if there is no exchange.
+        """Return the object that sends metrics to the other ranks in each step; None if the call does not need it.
 
-        Only calls that can continue after losing a rank need the exchange.
+        Only a call that can continue after losing a rank needs it: the lost rank's metrics are then known to other
+        ranks.
         """
         exchange = self.parallel.row_exchange(run.rows.name, self.world.size)
         if exchange is None or self.epoch_obstacle is not None or not self.feed.is_divided(stream):
@@ -286,7 +287,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         return StepRows(exchange, run)
 
     def _end_evaluation(self) -> None:
-        """Restore the models' train/eval modes, and close the prediction loader."""
+        """Restore the models' train/eval modes from before the evaluation, and close the loader of `predict`."""
         if self._modes is not None:
             self._modes.give_back()
         if self._prediction is not None:
@@ -294,7 +295,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._modes = self._prediction = None
 
     def _in_shares(self, run: EpochRun, source: Any) -> AbstractContextManager[Any]:
-        """Return a context manager that adds advice to PyTorch's errors, and checks how global batches are split."""
+        """Return a context manager that adds advice to PyTorch's errors, and checks the shares of global batches."""
         is_distributed = self.world.is_distributed
         is_divided = source.is_divided and (is_distributed or self.parallel.leg.shards is not None)
         if isinstance(source, DividedLoaderSource):
@@ -310,7 +311,7 @@ class TorchHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Return a context manager for an evaluation. Models stay in evaluation mode until the next training call."""
+        """Put the models into evaluation mode for the `with` block and until the next training call."""
         internals, registered = self.internals, self.internals.registered
         noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
         modes = self._modes = self._modes or ModuleModes()
@@ -323,7 +324,7 @@ class TorchHostedOperator(hosted.HostedOperator):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Return a context manager for a prediction. It restores modes and random states, so training is unaffected."""
+        """Put the models into evaluation mode for the `with` block, then restore their modes and the random states."""
         registered, modes = self.internals.registered, ModuleModes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:

@@ -1,4 +1,4 @@
-"""Reads and restores the state of a replica, the PyTorch objects in one worker.
+"""Reads and restores the state of a replica, that is, of the PyTorch objects in one worker.
 
 Before a state is loaded, it is checked against the registered objects.
 """
@@ -47,8 +47,8 @@ def _at(state: Any, path: Path_) -> Any:
 
 CRITERION = "criterion"  # key for the state of a criterion with parameters; files of the old library lack it
 REMADE = "remade"  # key for digests of frozen parameters that the state omits; see `raysgd.torch.objects.remade`
-# Keys in `RESUME`, the state's entry about progress. Only snapshots contain them; files do not.
-TRAINED = "trained"  # which parameters are trained, if `rewrap` changed that since `setup`
+# Keys in `RESUME`, the state's entry about progress within an epoch. Only snapshots contain these keys; files do not.
+TRAINED = "trained"  # which parameters are trainable, if `rewrap` has recorded a change since `setup`
 GRADIENTS = "gradients"  # accumulated gradients that no optimizer has used in a step yet
 
 
@@ -58,7 +58,7 @@ class TorchState(ReplicaState):
     Args:
         operator: Operator that registered these objects.
         parallel: Strategy that keeps the replicas in sync.
-        feed: Data of the replica, whose position is part of the state.
+        feed: The replica's data. The current position in the data is part of the state.
         waiting: Returns the parameters whose gradients no optimizer has used in a step yet.
     """
 
@@ -87,7 +87,7 @@ class TorchState(ReplicaState):
         return parts
 
     def _without_remade(self, parts: dict[str, Any], remade: Any) -> dict[str, Any]:
-        """Replace frozen parameters, which `setup` recreates, with digests of their values."""
+        """Replace the frozen parameters in a state, which `setup` recreates, with digests of their values."""
         models = parts["models"]
         reduced = {**parts, "models": [remade.without(index, model) for index, model in enumerate(models)]}
         if CRITERION in parts:
@@ -95,7 +95,7 @@ class TorchState(ReplicaState):
         return {**reduced, REMADE: remade.record()}
 
     def remade_tensors(self) -> list[dict[str, torch.Tensor]]:
-        """Return, for each module, the frozen parameters that states omit, by name."""
+        """Return a dict for each module: the frozen parameters that states omit, by name."""
         remade = self._internals.remade
         return [] if remade is None else remade.tensors()
 
@@ -110,7 +110,7 @@ class TorchState(ReplicaState):
         return progress
 
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
-        """Load the gradients that no optimizer has used in a step. `TRAINED` was already applied by `_check_parts`."""
+        """Load the gradients that no optimizer has used in a step. `_check_parts` has already applied `TRAINED`."""
         gradients = resume.get(GRADIENTS) or [{}] * len(self.registered.trained)
         for part, saved in zip(self.registered.trained, gradients, strict=True):
             for name, parameter in part.named_parameters():
@@ -177,7 +177,7 @@ class TorchState(ReplicaState):
         return self._internals.registered
 
     def room_for(self, outline: Mapping[str, Any], paths: Sequence[Path_]) -> dict[Path_, Any]:
-        """Allocate tensors for this rank's shard of a state, which the caller fills.
+        """Allocate empty tensors for this rank's shard of a state. The caller fills them.
 
         Args:
             outline: Complete state with placeholder tensors, which have a shape but take no memory.
@@ -190,7 +190,7 @@ class TorchState(ReplicaState):
         return {path: self._room_for_one(outline, path) for path in paths}
 
     def _room_for_one(self, outline: Mapping[str, Any], path: Path_) -> torch.Tensor:
-        """Allocate one tensor, sharded like the parameter that it is loaded into or whose optimizer state it is."""
+        """Allocate the tensor at `path` in the state, sharded like the parameter to which the tensor belongs."""
         wanted = _at(outline, path)
         part, *rest = path
         own: Any = None
@@ -226,7 +226,7 @@ class TorchState(ReplicaState):
             check_precision(precision.state_dict(), precision_state)
 
     def _remade_for(self, state: Mapping[str, Any]) -> Any:
-        """Return the object that tracks frozen parameters, which `setup` recreates; None without `remakes_frozen`.
+        """Return the object that tracks the frozen parameters that states omit; None without `remakes_frozen`.
 
         Raises:
             ValueError: The state omits frozen parameters, but the operator does not set `remakes_frozen`.
@@ -248,7 +248,8 @@ class TorchState(ReplicaState):
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
-        # Copy the states that schedulers and precision retain before anything is replaced, because a copy may fail.
+        # Schedulers and the precision retain references to the states that they load, so these states are copied. Copy
+        # them before anything is replaced, because a copy may fail.
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
         for index, (model, saved) in enumerate(zip(registered.original_models, state["models"], strict=True)):
@@ -284,7 +285,7 @@ def _named(model: torch.nn.Module, name: Any) -> Any:
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a snapshot's state in the form in which files store it, without the keys that only snapshots contain."""
+    """Return a snapshot's state without the keys that only snapshots contain, to write it to a file."""
     resume = state.get(RESUME)
     if not isinstance(resume, Mapping):
         return dict(state)

@@ -1,7 +1,7 @@
 """Tracks the steps of a training call in one worker, and can undo a step that a failure interrupted.
 
 A boundary is a point between two steps, where the worker's state is the result of completed steps only. A leg is the
-part of a call that one group of workers runs.
+part of a call that one worker group runs: if the group changes during a call, the call continues with another leg.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _SinceBoundary:
     Attributes:
         global_step: The operator's `global_step` at the boundary.
         stepped: IDs of the optimizers that have started to step.
-        waiting: Parameters with unused gradients when the current step started; None if no step has started.
+        waiting: Parameters whose gradients no optimizer had used when the current step started. None if no step has
+            started.
     """
 
     def __init__(self, global_step: int) -> None:
@@ -81,12 +82,12 @@ class StepLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
-        self._leg: Leg | None = None  # the call's current or last leg; None if it has none yet
+        self._leg: Leg | None = None  # the call's latest leg; None if the call has not started one
         self.undo = undo
         self._optimizers = operator._raysgd.registered.optimizers
         self._works: dict[int, str] = {}  # names for the optimizers' steps in `GlobalRecord`, by the optimizer's ID
         self._log = _SinceBoundary(0)
-        self._not_stepped: list[Any] = []  # optimizers that did not step in the last step before the boundary
+        self._not_stepped: list[Any] = []  # optimizers that were not called in the last completed step
         self._keeps_gradients = needs_copies(operator) is not False  # True if gradients may persist across steps
         self._watches = undo is not None or self._keeps_gradients
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
@@ -120,7 +121,7 @@ class StepLoop(Loop):
 
     @property
     def is_whole(self) -> bool:
-        """True if the state is that of a completed step, or can be restored to it."""
+        """True if the current state is the result of completed steps only, or can be restored to such a state."""
         if self._has_own_gradients or (self._has_taken_steps and not self._has_exchanged):
             # Without an all-reduce, the ranks' weights diverge. A repeated call compares the weights and raises.
             return False
@@ -162,9 +163,9 @@ class StepLoop(Loop):
             self.undo.end_batch()
 
     def note_restored(self) -> None:
-        """Discard the records about the replaced state. Called after a state was loaded.
+        """Discard all records about steps, because a newly loaded state has replaced the state that they describe.
 
-        All existing gradients are treated as not yet used in a step.
+        Treat all existing gradients as not yet used in a step.
         """
         self._has_own_gradients = self._has_taken_steps = False
         self._not_stepped = list(self._optimizers)
@@ -221,7 +222,7 @@ class StepLoop(Loop):
     # ---------------------------------------------------------------------------------------- the steps of a call
 
     def begin_leg(self, epoch_idx: int, source: LoaderSource | None = None) -> Leg:
-        """Start a leg: a call, or the rest of the call after the worker group changed. The strategy stores it, too.
+        """Start a leg: a call, or the rest of a call after the worker group changed. Store it in the strategy, too.
 
         Args:
             epoch_idx: Index of the epoch.
@@ -258,7 +259,7 @@ class StepLoop(Loop):
         return self._leg
 
     def _check_window(self, window: int) -> None:
-        """Raise if an operator with several optimizers accumulates gradients, because each would have to count batches.
+        """Raise if the trainer's options accumulate gradients. Called for an operator with several optimizers.
 
         Args:
             window: Number of batches for each optimizer step.
@@ -288,7 +289,7 @@ class StepLoop(Loop):
             num_batches: Number of batches that the leg trained on.
 
         Raises:
-            ValueError: Accumulation or clipping had no effect on the steps.
+            ValueError: The trainer's gradient accumulation or clipping had no effect, because user code bypassed it.
         """
         name = type(self._operator).__name__
         if leg.waiting is not None:
@@ -311,13 +312,13 @@ class StepLoop(Loop):
 def make_undo(
     operator: TrainingOperator, parallel: Strategy, undo: bool | None, world: World, ledger: Ledger | None = None
 ) -> Undo | None:
-    """Create the object that undoes interrupted steps of an operator; None if batches are never repeated.
+    """Create the object that undoes an operator's interrupted steps. Return None if batches are never repeated.
 
     Args:
         operator: Operator whose steps to undo.
         parallel: Strategy that keeps the replicas in sync.
         undo: The user's option `Recovery(undo=...)`.
-        world: Rank of this worker, and how many workers share its machine.
+        world: Rank of this worker, and the number of workers on its machine.
         ledger: Measures the time that copies take.
     """
     if parallel.obstacle is not None:
@@ -354,7 +355,7 @@ def make_undo(
 
 
 def needs_copies(operator: TrainingOperator) -> bool | None:
-    """Return whether all state must be copied before each batch; None if that is decided at the first batch."""
+    """Return whether all state must be copied before each batch; None if the first batch will decide."""
     own = operator._needs_copies
     if own or len(operator._raysgd.registered.optimizers) > 1:
         return True

@@ -58,7 +58,7 @@ def instantiate(module_cls: type[Any], config: dict[str, Any], says_so: bool) ->
     Args:
         module_cls: The user's module class.
         config: Config of the operator.
-        says_so: True to log which entries the constructor gets, and which entries match no parameter.
+        says_so: True to log which config entries are passed to the constructor, and which match no parameter.
 
     Raises:
         TypeError: The constructor needs a parameter that the config does not have.
@@ -123,7 +123,7 @@ class LightningHooks:
         return method(*arguments[:num_arguments], **{each: by_name[each] for each in names})
 
     def call_or(self, name: str, otherwise: Callable[[], Any]) -> None:
-        """Call the method `name` if the user overrode it; otherwise call `otherwise`."""
+        """Call the module's method `name` if the user overrode it; otherwise call the function `otherwise`."""
         if self.overrides(name):
             self.call(name)
         else:
@@ -135,7 +135,7 @@ class LightningHooks:
 
 
 class TrainerStandIn(SimpleNamespace):
-    """Replaces Lightning's `Trainer` as a module's `self.trainer`. It has attributes to read but no control methods."""
+    """Replaces Lightning's `Trainer` as a module's `self.trainer`. Has attributes to read but no control methods."""
 
     @classmethod
     def of(
@@ -181,7 +181,7 @@ class TrainerStandIn(SimpleNamespace):
 class _NoLogger:
     """A module's `self.logger`. Accessing an attribute raises an error with advice.
 
-    It is falsy, like a module's logger in Lightning when none is configured.
+    It is falsy, like `self.logger` in Lightning if no logger is configured.
     """
 
     def __bool__(self) -> bool:
@@ -195,7 +195,7 @@ class _NoLogger:
 
 
 class SteppingOptimizer:
-    """Wraps an optimizer for the module's hooks. `step` also averages, unscales and clips the gradients."""
+    """Wraps an optimizer that the module's hooks get. Its `step` also averages, unscales and clips the gradients."""
 
     def __init__(self, optimizer: Any, step: Callable[[Any, Any], Any]) -> None:
         self.optimizer = optimizer
@@ -206,7 +206,7 @@ class SteppingOptimizer:
         return self._step(self.optimizer, closure)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # so that `isinstance` recognizes the optimizer's class, also in Lightning's checks
+    def __class__(self) -> Any:  # so that `isinstance` recognizes the optimizer's class, even in Lightning's checks
         return type(self.__dict__["optimizer"])
 
     def __getattr__(self, name: str) -> Any:
@@ -214,7 +214,7 @@ class SteppingOptimizer:
 
 
 def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-    """Run a training step inside the forward pass of `DistributedDataParallel`, which then prepares the backward pass.
+    """Run a training step inside the forward pass of `DistributedDataParallel`, so that it prepares the backward pass.
 
     For this, the module's `forward` is replaced until the step starts.
 
@@ -252,16 +252,17 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
 
 
 def _no_loss(wrapper: Any, module: torch.nn.Module) -> torch.Tensor:
-    """Return a loss whose gradients are zero, so that this rank can take part in the all-reduce without a loss."""
+    """Return a loss whose gradients are zero, for a rank that has no loss but must take part in the all-reduce."""
     used = [each for each in module.parameters() if each.requires_grad]
-    # With `find_unused_parameters`, one parameter is enough. Others keep no gradient if no rank has one for them.
+    # With `find_unused_parameters`, the loss needs only one parameter. A parameter that no rank uses then gets no
+    # gradient.
     if getattr(wrapper, "find_unused_parameters", False):
         used = used[:1]
     return torch.stack([(each * 0).sum() for each in used]).sum()
 
 
 def one_loader(given: Any, name: str) -> Any:
-    """Return the loader in `given`: the loader itself, or a list or dict with only this loader.
+    """Return the loader that was passed, either directly or as the only entry of a list or dict.
 
     Args:
         given: What the user passed, or what the module's hook returned.
@@ -346,11 +347,11 @@ def warn_of_what_is_not_called(hooks: LightningHooks, name: str) -> None:
 
 
 def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
-    """Check that raysgd supports the module's optimizers.
+    """Raise if raysgd does not support the module's optimizers.
 
     Raises:
-        ValueError: There are several optimizers, but with automatic optimization it is unclear when each steps. Or an
-            optimizer is `LBFGS`, which computes gradients itself.
+        ValueError: With automatic optimization, the module has several optimizers, so it is unclear when each steps. Or
+            an optimizer is `LBFGS`, which computes gradients itself.
     """
     name = type(module).__name__
     if len(optimizers) > 1 and module.automatic_optimization:

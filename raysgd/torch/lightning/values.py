@@ -37,15 +37,15 @@ class EpochValues:
         self._aggregates: dict[str, Any] = {}
 
     def begin_batch(self, is_counted: bool = True) -> None:
-        """Assign values that are logged from now on to a new batch.
+        """Start a new batch: values that are logged from now on belong to it.
 
-        They are discarded if `is_counted` is False, for a batch that is only padding.
+        For a padding batch, `is_counted` is False, and its values are discarded.
         """
         self.of_batch = {}
         self._is_in_batch, self._is_counted = True, is_counted
 
     def begin_values_of_epoch(self) -> None:
-        """Assign values that are logged from now on to the epoch instead of a batch."""
+        """End the batches: values that are logged from now on belong to the epoch instead of a batch."""
         self._is_in_batch, self._is_counted = False, True
 
     def metrics_of(self, output: Any) -> dict[str, Any]:
@@ -58,7 +58,8 @@ class EpochValues:
     def listening_to(self, module: Any) -> Iterator[None]:
         """Receive the values that the module passes to `self.log` and `self.log_dict` during the `with` block."""
 
-        # Plain functions, because deep-copying a module with bound methods of this object would copy the object, too.
+        # Assign plain functions. With bound methods of this object, deep-copying the module would copy this object,
+        # too.
         def log(
             name: str, value: Any, *_: Any, reduce_fx: Any = "mean", batch_size: int | None = None, **__: Any
         ) -> None:
@@ -100,16 +101,16 @@ class EpochValues:
         return self._aggregates[name]
 
     def summary(self, meters: AverageMeterCollection, fresh: AverageMeterCollection) -> MetricSummary:
-        """Return the epoch's metrics: averages over the batches, and values that were logged once for the epoch.
+        """Return the epoch's metrics: averages over its batches, and values that the module logged once for the epoch.
 
         Args:
             meters: Meters with the metrics of the batches.
-            fresh: Unused meters, for the values logged once.
+            fresh: Empty meters, to which the values that were logged once for the epoch are added.
         """
         batches = meters.summary()
         if not self._of_epoch:
             return batches
-        fresh.update(self._of_epoch, n=meters.n or 1)  # weighted by the number of the epoch's samples
+        fresh.update(self._of_epoch, n=meters.n or 1)  # weighted by the epoch's number of samples
         once = fresh.summary()
         values = {**batches, **{name: once[name] for name in self._of_epoch}}
         return MetricSummary(values, {**batches.totals, **once.totals}, {**batches.objects, **once.objects})
@@ -176,7 +177,7 @@ _KEY = "raysgd_progress"
 
 
 class LightningProgress:
-    """Counts optimizer steps, whose number may differ from the number of batches, and the current epoch's batches.
+    """Counts optimizer steps and the current epoch's batches. A step may need several batches.
 
     Args:
         counts_batches: True if a scheduler depends on the number of batches since the epoch started. Only then is this
@@ -194,7 +195,7 @@ class LightningProgress:
         self._began_at = 0
 
     def begin_call(self, epoch: int, num_batches: int) -> None:
-        """Start a call of `train`. An epoch may take several calls.
+        """Start a call to `train`. An epoch may take several calls.
 
         Args:
             epoch: Index of the epoch.
@@ -219,7 +220,7 @@ class LightningProgress:
         return num_batches - self._began_at
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts to save. Empty if they can be computed from the total number of batches."""
+        """Return the counts to save. Empty if they can be computed from the total number of batches trained."""
         if not self._ahead and not (self._counts_batches and self._num_batches):
             return {}
         return {_KEY: [self._num_batches, self._ahead, self._epoch, self._began_at]}

@@ -1,7 +1,7 @@
 """Finds the blocks of a large model, and lets the backward pass recompute their activations to save memory.
 
 A block is an element of a `ModuleList` or `Sequential` that has parameters: a layer of a transformer, or a stage of a
-convolutional network. Only the outermost elements count, so blocks are never nested.
+convolutional network. Elements inside another block are not blocks, so blocks are never nested.
 
 ADR 23 explains why models are changed in place.
 """

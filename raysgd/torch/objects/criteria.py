@@ -1,9 +1,9 @@
-"""Observes calls of PyTorch's losses, to weight batches by their labels and to compute the accuracy.
+"""Observes calls to PyTorch's losses, to weight batches by their labels and to compute the accuracy.
 
 The accuracy cannot be computed from outputs alone. Scores of shape `(samples, 5, 5)` may have five classes in either
 dimension, and a single number per sample may be a logit, a probability or a value. Each PyTorch loss interprets outputs
 in one of these ways, so knowing which loss was called answers the question. For other criteria, the shapes are
-compared. If they fit more than one interpretation, the accuracy is unknown.
+compared. If the shapes fit more than one interpretation, the accuracy is unknown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Reading = Literal["classes", "logits", "probabilities", "values"]
 
 
 class LossCall(NamedTuple):
-    """A call of a PyTorch loss.
+    """A call to a PyTorch loss.
 
     Attributes:
         reading: How the loss interprets the output.
@@ -38,8 +38,8 @@ class LossCall(NamedTuple):
         target: Target that was passed to the loss.
         result: What the loss returned.
         ignored: Label that the loss ignores (`ignore_index`); None if it cannot ignore labels.
-        amount: Sum of the labels' weights, by which the loss divided: a number, or a tensor if it is on a GPU. None if
-            the loss divided by the number of samples.
+        amount: Sum of the labels' weights, which is the divisor of the mean: a number, or a tensor if it is on a GPU.
+            None if the loss is the mean over the samples.
         num_labels: Number of labels, if all labels have equal weight; otherwise None.
     """
 
@@ -53,12 +53,12 @@ class LossCall(NamedTuple):
 
     @property
     def counting(self) -> torch.Tensor | None:
-        """Mask that is False for ignored labels; None if the loss cannot ignore labels."""
+        """Mask over the target that is False for ignored labels; None if the loss cannot ignore labels."""
         return None if self.ignored is None else self.target != self.ignored
 
     @property
     def is_uneven(self) -> Any:
-        """True if labels have different weights in the mean, or some are ignored. It is a tensor if `amount` is one."""
+        """True if labels have different weights in the mean, or some are ignored. A tensor if `amount` is a tensor."""
         return self.amount is not None and (self.num_labels is None or self.amount != self.num_labels)
 
 
@@ -96,7 +96,7 @@ _LOSSES: dict[Any, _Loss] = {
 
 
 class LossCalls:
-    """Notifies listeners when a criterion, or a module inside of it, that is a PyTorch loss is called."""
+    """Notifies listeners when a PyTorch loss is called: the criterion itself, or a module inside the criterion."""
 
     def __init__(self) -> None:
         self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # (listener, `only_labels`)
@@ -104,12 +104,12 @@ class LossCalls:
 
     @contextmanager
     def on(self, criterion: Any, listener: Callable[[LossCall], None], only_labels: bool = False) -> Iterator[None]:
-        """Notify a listener of all calls during the `with` block.
+        """Notify a listener of all calls to the criterion's losses during the `with` block.
 
         Args:
             criterion: Criterion that is or contains a loss.
-            listener: Function that gets a `LossCall` for each call of a loss.
-            only_labels: True to report only losses that average over labels, such as `CrossEntropyLoss`.
+            listener: Function that gets a `LossCall` for each call to a loss.
+            only_labels: True to report only calls to losses that average over labels, such as `CrossEntropyLoss`.
         """
         before, takes_hooks, handles = self._hooked, _takes_hooks(criterion), []
         for part in criterion.modules() if takes_hooks else ():
@@ -149,7 +149,7 @@ def counts_labels(criterion: Any) -> bool:
 
 
 def ignored_by(criterion: Any) -> int:
-    """Return the label that a criterion ignores (`ignore_index`), or PyTorch's default if it has no such setting."""
+    """Return the label that a criterion ignores: its `ignore_index` or, without this attribute, PyTorch's default."""
     return _settings(criterion)[0]
 
 
@@ -165,7 +165,7 @@ def refuse_sum(criterion: Any) -> None:
 
 
 def in_host(number: torch.Tensor) -> Any:
-    """Convert a tensor in host memory to a number. Return a tensor on a device as it is, to avoid waiting for it."""
+    """Convert a tensor in host memory to a number. Return a tensor on a GPU unchanged, to avoid waiting for the GPU."""
     return number.item() if number.device.type == "cpu" else number
 
 
@@ -181,7 +181,7 @@ def _takes_hooks(criterion: Any) -> bool:
 
 
 def _known(part: Any) -> _Loss | None:
-    """Return a criterion's entry in `_LOSSES`; None if it has none, such as a subclass that overrides `forward`."""
+    """Return a criterion's entry in `_LOSSES`; None for other criteria and for subclasses that override `forward`."""
     key = type(part).forward if isinstance(part, torch.nn.Module) else part.func if isinstance(part, partial) else part
     return _LOSSES.get(key) if callable(key) else None
 
@@ -220,14 +220,14 @@ def _tell(
         amount = in_host(of_labels.where(counting, 0.0).sum(dtype=torch.float64))
         listener(LossCall(loss.reading, output, target, result, ignored, amount))
         return
-    # Most batches contain no ignored label. The minimum shows this in a fifth of the time that counting takes.
+    # Most batches contain no ignored label. Checking the minimum for this takes a fifth of the time of counting.
     are_all_classes = ignored < 0 and num_labels > 0 and target.is_cpu and target.min().item() >= 0
     amount = num_labels if are_all_classes else in_host((target != ignored).sum())
     listener(LossCall(loss.reading, output, target, result, ignored, amount, num_labels))
 
 
 def _settings(criterion: Any) -> tuple[int, Any, Any]:
-    """Return a criterion's ignored label, its reduction, and its class weights. The last two are None if not set."""
+    """Return a criterion's ignored label, its reduction (None if not set), and its class weights (None if not set)."""
     if isinstance(criterion, partial):
         ignored, reduction, weight = map(criterion.keywords.get, ("ignore_index", "reduction", "weight"))
     else:
@@ -251,14 +251,14 @@ class Accuracy(NamedTuple):
 def accuracy(
     output: Any, target: Any, comparisons: Sequence[LossCall] = (), weight: Any = None, ignored: int = IGNORED
 ) -> Accuracy | None:
-    """Compare predictions with targets that have one label per sample, per pixel, or similar.
+    """Compute the fraction of correct predictions. The target has a label for each sample, pixel or similar unit.
 
     Labels that the criterion ignores do not count.
 
     Args:
         output: Output of the model for a batch.
         target: Target in the batch.
-        comparisons: Calls of PyTorch losses that computed the batch's loss. They show how to interpret the output.
+        comparisons: Calls to PyTorch losses that computed the batch's loss. They show how to interpret the output.
         weight: Weight of the batch, if the user's `forward` returned one.
         ignored: Label that the user's criterion ignores.
 
@@ -276,9 +276,9 @@ def accuracy(
 
 
 def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
-    """Return True if a batch's weight looks like a number of labels, but smaller than the number of labels found.
+    """Return True if a batch's weight seems to be a number of labels that is smaller than `found.num_labels`.
 
-    The user's code then ignores some labels, but it is unknown which.
+    User code then ignores some labels, but the library does not know which.
     """
     if weight is None or found.num_labels is None:
         return False
@@ -287,7 +287,7 @@ def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
 
 
 def known(found: Accuracy | None, once: Once, *, says_so: bool) -> Accuracy:
-    """Return the accuracy `found`, or NaN if it is None. For None, a warning is logged once if `says_so` is True."""
+    """Return `found` or, if it is None, an accuracy of NaN. Log a warning in that case, once, if `says_so` is True."""
     if found is not None:
         return found
     if once.is_first("accuracy") and says_so:
@@ -340,7 +340,7 @@ def _largest(output: torch.Tensor, target: torch.Tensor, dim: int, counting: tor
 
 
 def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> Accuracy:
-    """Compute the binary accuracy. Outputs above `threshold` predict 1. It is NaN if a target is not exactly 0 or 1."""
+    """Compute the binary accuracy. Outputs above `threshold` predict 1. NaN if a target is not exactly 0 or 1."""
     found = _of(((output > threshold) == (target > 0.5)).sum(), target.numel())
     are_certain = ((target == 0) | (target == 1)).all()
     return found._replace(share=torch.where(are_certain, found.share, math.nan))

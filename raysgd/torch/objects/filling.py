@@ -1,8 +1,8 @@
 """Allocates and initializes models that are on PyTorch's meta device, all at once or part by part.
 
-Tensors on the meta device have shapes but no memory. Their values are set by the `reset_parameters` of the modules, as
-PyTorch's own modules do during construction. Tensors stay the same Python objects, so optimizers created earlier still
-refer to them.
+Tensors on the meta device have shapes but no memory. Each module's `reset_parameters` method sets the values, as it
+does when PyTorch constructs the module. Tensors stay the same Python objects, so optimizers created earlier still refer
+to them.
 
 ADR 92 explains why users may register a model on the meta device.
 """
@@ -27,7 +27,7 @@ def is_empty(model: torch.nn.Module) -> bool:
 
 
 def fill(part: torch.nn.Module, device: torch.device) -> None:
-    """Allocate and initialize the tensors of a model or a part of a model that are on the meta device.
+    """Allocate and initialize all tensors on the meta device in a model or a part of a model.
 
     Args:
         part: Model or submodule. Its tensors that already have memory are moved to the device, unless they are sharded.
@@ -73,7 +73,7 @@ def _empty(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _room_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Allocate memory for a meta tensor. Floats are filled with NaN, so that missing initialization can be detected."""
+    """Allocate memory for a meta tensor. Fill floats with NaN, so that a missing initialization can be detected."""
     room = torch.empty_like(tensor, device=device, requires_grad=False)
     if room.is_floating_point() or room.is_complex():
         room.fill_(float("nan"))
@@ -105,5 +105,5 @@ def _reset(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
 
 def _is_untouched(tensor: torch.Tensor, version: int) -> bool:
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-        return bool(tensor.isnan().all())  # the version would miss writes through `tensor.data`
+        return bool(tensor.isnan().all())  # writes through `tensor.data` do not change the version
     return bool(tensor.numel()) and tensor._version == version

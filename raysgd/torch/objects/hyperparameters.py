@@ -1,8 +1,8 @@
 """Sets optimizers' hyperparameters after a state was loaded or the config changed.
 
 Loading a state restores the optimizers' momenta and the position in the learning rate schedule. The hyperparameters,
-however, are those that the operator's `setup` chose, not the saved ones. If `config["lr"]` changes later, learning
-rates that came from it are updated. A new learning rate scales the entire schedule.
+however, keep the values that the operator's `setup` chose. Saved values are ignored. If `config["lr"]` changes later,
+learning rates that `setup` took from it are updated. A new learning rate scales the entire schedule.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _OWN_RATES = ("eta_min", "min_lrs", "max_lrs")  # absolute rates of schedulers, 
 
 
 def note_first_rates(schedulers: Iterable[Any]) -> None:
-    """Store each parameter group's initial learning rate in the group, unless the scheduler has done so.
+    """Store each parameter group's initial learning rate in the group, unless a scheduler has already stored it there.
 
-    `ReduceLROnPlateau` does not. Without it, it would be unknown by how much the scheduler has reduced the rate.
+    `ReduceLROnPlateau` does not store it. Without the initial rate, it would be unknown by how much the scheduler has
+    reduced the rate.
     """
     for scheduler in schedulers:
         for group in _groups_of(scheduler, ()):
@@ -35,7 +36,7 @@ def note_first_rates(schedulers: Iterable[Any]) -> None:
 
 
 def read(optimizers: Iterable[Any]) -> list[Hyperparameters]:
-    """Return the current hyperparameters of each optimizer, an empty list for one without parameter groups."""
+    """Return a list of each optimizer's hyperparameters. It is empty for an optimizer without parameter groups."""
     return [[_plain(group) for group in getattr(optimizer, "param_groups", ())] for optimizer in optimizers]
 
 
@@ -53,12 +54,13 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
     """Set hyperparameters of optimizers. A new initial learning rate scales the current and future scheduled rates.
 
     Args:
-        read_before: Hyperparameters to set, which `read` returned earlier for these optimizers.
+        read_before: Hyperparameters to set, as `read` returned them earlier for these optimizers.
         optimizers: Optimizers to change.
         schedulers: Schedulers of the optimizers' learning rates.
 
     Raises:
-        ValueError: A scheduler does more than scale the initial rate, so it cannot adapt. Nothing is changed.
+        ValueError: A scheduler does more than scale the initial rate, so it cannot adapt to a new initial rate. Nothing
+            is changed.
     """
     moves = [
         (group, _moved(before, group))
@@ -73,10 +75,10 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
 
 
 def follow(chosen: Sequence[Hyperparameters], rate: Any, before: Any) -> list[Hyperparameters]:
-    """Return the learning rates that `setup` would have chosen with another `config["lr"]`, to pass to `apply`.
+    """Return the learning rates that `setup` would have chosen with a new `config["lr"]`, to pass to `apply`.
 
-    A rate is assumed to come from the config if it equals the config's previous value. On a new worker, whose `setup`
-    ran with the changed config, it equals the new value.
+    A rate is assumed to come from the config if it equals the config's previous value. A rate that equals the new value
+    also counts, because a new worker's `setup` has run with the changed config.
 
     Args:
         chosen: Hyperparameters that `read` returned after `setup`.
@@ -102,7 +104,7 @@ def _followed(group: Mapping[str, Any], rate: Any, before: Any) -> dict[str, Any
 
 
 def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return only the hyperparameters of `after` that differ from those of `before`, to pass to `apply`."""
+    """Return the hyperparameters in `after` whose values differ from `before`, to pass to `apply`."""
     found: list[Hyperparameters] = []
     for index, groups in enumerate(after):
         others = before[index] if index < len(before) else ()
@@ -118,7 +120,7 @@ def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -> list[Hyperparameters]:
-    """Return the hyperparameters in `chosen`, with the values in `new` replacing those of the same name."""
+    """Return the hyperparameters in `chosen`, with the values in `new` where `new` has them."""
     return [
         [{**group, **numbers} for group, numbers in zip(groups, others, strict=True)]
         for groups, others in zip(chosen, new, strict=True)
@@ -141,7 +143,7 @@ def remember(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Callable[[
 
 
 def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `before` to set in a parameter group.
+    """Return the values from `before` to set in a parameter group.
 
     A scheduled learning rate is not reset. It is scaled by the ratio of the initial rates in `before` and in the group.
     """
@@ -161,7 +163,7 @@ def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any
 
 
 def _following(schedulers: Iterable[Any], changed: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the schedulers of parameter groups in `changed`, whose initial learning rates change.
+    """Return the schedulers of the parameter groups in `changed`, the groups whose initial learning rates change.
 
     Raises:
         ValueError: A scheduler does more than scale the initial rate, or is not registered.
@@ -209,7 +211,7 @@ def _with_inner(scheduler: Any) -> Iterator[Any]:
 
 
 def _follow(scheduler: Any) -> None:
-    """Overwrite the rates that a scheduler has stored with its optimizer's rates, so that it continues from them."""
+    """Copy an optimizer's learning rates into its scheduler, so that the scheduler continues from these rates."""
     groups = scheduler.optimizer.param_groups
     known = scheduler.state_dict()
     rates = {

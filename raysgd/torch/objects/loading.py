@@ -1,7 +1,7 @@
 """Loads saved states into models and optimizers, after checking that they match the registered objects.
 
 The entire state is checked before anything is replaced. Otherwise, a mismatch might be detected only after one model
-has been loaded, in the next step, or never. So the checks also compare types and sizes that `load_state_dict` does not
+has been loaded, in the next step, or never. The checks also compare types and sizes that `load_state_dict` does not
 check. Names are compared without the prefixes that `torch.compile(model)` adds.
 """
 
@@ -23,7 +23,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bool = True) -> None:
-    """Load a state dict into a model, which retains no reference to it.
+    """Load a state dict into a model. The model retains no reference to the state dict.
 
     Args:
         model: Model to load the state into.
@@ -41,8 +41,8 @@ def load_model(model: torch.nn.Module, saved: Mapping[str, Any], *, is_whole: bo
 def load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Load an optimizer's state dict, reusing the optimizer's existing tensors if dtype and shape match.
 
-    An optimizer retains references to the tensors that are passed to its `load_state_dict`. So it gets its existing
-    tensors, filled with the saved values, and copies of all other tensors.
+    An optimizer retains references to the tensors that are passed to its `load_state_dict`. So this function passes the
+    optimizer's existing tensors, filled with the saved values, and copies of all other tensors.
     """
     groups = getattr(optimizer, "param_groups", ())
     taken = {_address(parameter) for group in groups for parameter in group["params"]}
@@ -58,8 +58,8 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
     Args:
         own: Current state of the optimizer.
         saved: State to load.
-        copies: Gets the filled tensor of `own` for each saved tensor, by the ID of the saved tensor.
-        taken: Addresses of memory that must not be written to again.
+        copies: Dict to which the filled tensors in `own` are added. Keys are the IDs of the saved tensors.
+        taken: Addresses of memory that was already filled and must not be written to again.
     """
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         for key in own.keys() & saved.keys():
@@ -70,7 +70,7 @@ def _fill(own: Any, saved: Any, copies: dict[int, Any], taken: set[int]) -> None
 
 
 def _is_alike(own: Any, saved: Any) -> bool:
-    """Return True if both are plain tensors with equal dtype and shape, and `own` is not a view of a larger tensor."""
+    """Return True if both are plain tensors of equal dtype and shape, and `own` is not a view of a larger tensor."""
     if type(own) is not torch.Tensor or type(saved) is not torch.Tensor:
         return False
     kinds = [(tensor.layout, tensor.dtype, tensor.shape) for tensor in (own, saved)]
@@ -102,7 +102,7 @@ def with_plain_names(state: Any) -> Any:
 
 
 def with_names_of(model: torch.nn.Module, saved: Any) -> Any:
-    """Rename the entries of a saved state dict to the names that this model uses, which may be compiled or not."""
+    """Rename a saved state dict's entries to the names in this model. Either may have prefixes of `torch.compile`."""
     own = model.state_dict()
     names, modules = ({plain(name): name for name in known} for known in (own, getattr(own, "_metadata", ())))
     return _renamed(
@@ -133,7 +133,7 @@ def check_model(model: torch.nn.Module, saved: Any, left_out: Collection[str] = 
     Args:
         model: Model to compare with.
         saved: Saved state of the model. Anything except a state dict is rejected.
-        left_out: Names of parameters, as without `torch.compile`, that may be missing from the state.
+        left_out: Names of parameters that may be missing from the state, without the prefixes of `torch.compile`.
 
     Raises:
         ValueError: The names or shapes in the state differ from the model's.
@@ -170,7 +170,7 @@ def _shown(value: Any) -> str:
 
 
 def _check_versions(metadata: Any) -> None:
-    """Check that the modules' versions, which PyTorch stores in a state dict's `_metadata`, are numbers."""
+    """Raise unless the modules' versions, which PyTorch stores in a state dict's `_metadata`, are numbers."""
     if metadata is None:
         return
     require(isinstance(metadata, Mapping), "the versions of a model's layers are not a dict")
@@ -224,7 +224,7 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
 
 
 def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check the state of each parameter, because fused optimizers would access memory without checking its size."""
+    """Check the sizes in an optimizer's state, because fused optimizers access memory without checking its size."""
     slots = saved.get("state", {})
     require(isinstance(slots, Mapping), "the state of an optimizer's parameters is not a dict")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -241,7 +241,7 @@ def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check a state by loading it into a copy of a PyTorch optimizer. Its tensors are replaced by tiny placeholders."""
+    """Check a state by loading it into a copy of a PyTorch optimizer. Tiny placeholders replace the state's tensors."""
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
@@ -269,7 +269,7 @@ def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
     """Check that saved states match the registered schedulers.
 
     Raises:
-        ValueError: The number of states differs from that of schedulers, or a state has unexpected names or types.
+        ValueError: There are more or fewer states than schedulers, or a state has unexpected names or types.
     """
     require(isinstance(states, list | tuple), "the states of the schedulers are not a list")
     strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
@@ -309,7 +309,7 @@ def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -
 
 
 def _is_of_kind(own: Any, saved: Any) -> bool:
-    """Return True if the type of `saved` allows it to replace `own`. None can replace only None or a bool."""
+    """Return True if `saved` has a suitable type to replace `own`. None can replace only None or a bool."""
     if own is None or saved is None:
         return own is None or isinstance(own, bool)
     if _is_number(own):

@@ -1,7 +1,8 @@
-"""Support for torchmetrics metrics: each worker accumulates its data, and the value is computed once over all data.
+"""Support for torchmetrics: each worker's metric accumulates data, and one value is computed from all of them.
 
-Up to rounding, the merged states of all workers give the same value as one metric that has seen all data. The mean of
-the workers' values would not: the F1 score, AUROC or correlation of all data is not the mean over its parts.
+Up to rounding, the merged states of all workers give the same value as a single metric that has seen all data. The mean
+of the workers' values would differ: the F1 score, AUROC or correlation of all data is not the mean of these values over
+parts of the data.
 
 A `MetricState` is detached from the graph, on the CPU, and never communicates. It can be pickled, sent to the driver
 and merged there.
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 class MetricState:
     """A copy of the state of a metric.
 
-    Merging only collects states, and computing the value reduces them. The value therefore does not depend on how the
-    states were grouped, even for states that torchmetrics does not reduce.
+    Merging only collects states; they are reduced when the value is computed. So the value does not depend on the
+    grouping in which states were merged, even for states that torchmetrics does not reduce.
 
     Attributes:
-        parts: Copied metrics, one for each call of `capture`, in merge order.
+        parts: Copied metrics, one for each call to `capture`, in merge order.
     """
 
     parts: tuple[Metric, ...]
@@ -53,7 +54,7 @@ class MetricState:
 
 
 def capture(metric: Metric) -> MetricState:
-    """Copy the state of a metric, and reset the metric for the next pass.
+    """Copy the state of a metric, then reset the metric for the next epoch.
 
     Args:
         metric: A torchmetrics metric on any device. The metric's built-in synchronization between processes is not
@@ -76,7 +77,7 @@ def capture(metric: Metric) -> MetricState:
 
 
 def remember(*holders: Any) -> Callable[[], None]:
-    """Save the states of metrics among the attributes of objects, and return a function that restores them.
+    """Save the states of metrics that are attributes of the given objects. Return a function that restores them.
 
     Metrics inside modules, lists, tuples and dicts are included. A metric that was reset in the meantime is not
     restored.
@@ -85,14 +86,14 @@ def remember(*holders: Any) -> Callable[[], None]:
 
 
 def reset(*holders: Any) -> None:
-    """Reset the metrics among the attributes of objects."""
+    """Reset the torchmetrics metrics that are attributes of the given objects."""
     for metric in _held_by_any(holders):
         metric.reset()
 
 
 @contextmanager
 def set_aside(*holders: Any) -> Iterator[None]:
-    """Reset the metrics among the attributes of objects, and restore their states at the end of the `with` block."""
+    """Reset the metrics in the holders' attributes, and restore their states at the end of the `with` block."""
     metrics = [inner for metric in _held_by_any(holders) for inner in _metrics_in(metric)]
     kept = [(metric, _contents(metric)) for metric in metrics]
     reset(*holders)
@@ -134,7 +135,7 @@ def _held_by(value: Any) -> dict[int, Metric]:
 
 
 def _contents(metric: Metric) -> dict[str, Any]:
-    """Copy all attributes that updates can change. Lists are copied shallowly, because updates only append to them."""
+    """Copy a metric's attributes that updates can change. Copy lists shallowly, as updates only append to them."""
     kinds = (torch.Tensor, list, int, float, type(None))
     return {name: _copied(value) for name, value in vars(metric).items() if isinstance(value, kinds)}
 
@@ -152,13 +153,13 @@ def _metric_class() -> type[Metric]:
 
 
 def _metrics_in(metric: torch.nn.Module) -> Iterator[Metric]:
-    """Yield a metric and the metrics nested in it, because the state of a wrapper metric is in its children."""
+    """Yield a metric and the metrics nested in it. The state of a wrapper metric is in these nested metrics."""
     metric_cls = _metric_class()
     return (module for module in metric.modules() if isinstance(module, metric_cls))
 
 
 def _prepare_for_copying(metric: Metric) -> None:
-    """Detach the states from their graphs and remove cached values, none of which should be copied."""
+    """Detach a metric's states from their autograd graphs and remove cached values, so that neither is copied."""
     for inner in _metrics_in(metric):
         require_names(inner, "_computed", "_forward_cache", "_to_sync", "_update_count", "_reductions")
         inner._computed = None
@@ -200,7 +201,7 @@ def _saw_anything(metric: Metric) -> bool:
 
 
 def _fill(target: Metric, sources: Sequence[Metric]) -> None:
-    """Set the state of a metric to the combined state of similar metrics."""
+    """Set the state of a metric to the combined state of metrics of the same type."""
     sources = [source for source in sources if source.update_called] or sources
     if type(target).merge_state is not _metric_class().merge_state:
         _fill_by_its_own_rule(target, sources)

@@ -33,11 +33,11 @@ class ModuleModes:
         self.note()
 
     def note(self) -> None:
-        """Record the modes at the end of the evaluation. `give_back` does not restore modes that change after it."""
+        """Record the modes at the end of the evaluation. `give_back` does not restore modes that change later."""
         self._after = [part.training for part, _ in self._before]
 
     def give_back(self) -> None:
-        """Restore the modes from before `evaluate`, except for modules whose mode the user has changed since `note`."""
+        """Restore the modes from before `evaluate`, except for modules whose mode user code changed after `note`."""
         if not self._before:
             return
         wanted = [

@@ -38,7 +38,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def _moved_dataclass(value: Any, device: torch.device) -> Any:
-    """Copy a dataclass without calling its `__init__`, which may recompute existing values."""
+    """Copy a dataclass without calling its `__init__`, because that may recompute existing values."""
     moved = {field.name: to_device(getattr(value, field.name), device) for field in fields(value)}
     if isinstance(value, MutableMapping):  # model outputs of `transformers` are both dataclasses and dicts
         remade: Any = replace(cast("Any", value), **moved)
@@ -74,8 +74,8 @@ def packed(model: torch.nn.Module) -> torch.nn.Module:
 def unpacked(model: torch.nn.Module) -> torch.nn.Module:
     """Undo `packed` on a model in place, possibly in another process.
 
-    Modules get their parametrized classes back. `transformers` keeps a registry of the outputs to collect, which lacks
-    models that were created in another process. They are added.
+    Modules get their parametrized classes back. `transformers` keeps a registry of the outputs to collect. A model
+    created in another process is missing there, so it is added.
     """
     registry = getattr(sys.modules.get(_CAPTURING), "_CAN_RECORD_REGISTRY", {})
     parts: list[Any] = list(model.modules())

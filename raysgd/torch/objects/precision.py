@@ -1,7 +1,7 @@
 """The numeric precision in which a model is trained: fp32, PyTorch's mixed precision, or NVIDIA Apex.
 
-`Precision` is plain fp32 and the base class of the others. The functions at the end check the user's options `use_fp16`
-and `precision`, and create the object for them.
+`Precision` is plain fp32 and the base class of the other precisions. The functions at the end check the user's options
+`use_fp16` and `precision`, and create the `Precision` object that they select.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Precision:
         flag: Value of an operator's `self.use_fp16`: False, True for PyTorch's mixed precision, or "apex".
         state_key: Key in a checkpoint for the state of this object; None if it has no state.
         namespace: Object that operators use as `self._amp`. Except with Apex, it has a function `autocast`.
-        scaler: Gradient scaler that operators use as `self._amp_scaler`; None without one.
+        scaler: Gradient scaler that operators use as `self._amp_scaler`; None if this precision has no scaler.
         skips_overflows: True if a step is skipped when gradients have overflowed.
         can_defer: True if the all-reduce of accumulated gradients may be deferred to a later batch.
     """
@@ -46,7 +46,7 @@ class Precision:
     def prepare(
         self, models: list[torch.nn.Module], optimizers: list[Any], initialize: Callable[..., Any]
     ) -> tuple[list[torch.nn.Module], list[Any]]:
-        """Prepare models and optimizers, after they are moved to their device and before they are wrapped.
+        """Prepare models and optimizers, after they were moved to the device and before they are wrapped.
 
         Args:
             models: Models to prepare.
@@ -67,7 +67,7 @@ class Precision:
         """Undo the scaling of the gradients, for code that reads or clips them before the step."""
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
-        """Return the parameters that `optimizer` updates, with the gradients that it uses."""
+        """Return the parameters that `optimizer` updates. Their `grad` has the gradients that it uses."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def step(self, optimizer: Any) -> None:
@@ -75,13 +75,13 @@ class Precision:
         optimizer.step()
 
     def begin_call(self) -> None:
-        """Prepare for a call of `train`."""
+        """Prepare for a call to `train`."""
 
     def check_use(self) -> None:
         """Raise if the requested precision had no effect. Called before each optimizer step."""
 
     def has_skipped(self) -> bool:
-        """Return True if a step was skipped because of overflowed gradients since the last call of this method."""
+        """Return True if a step was skipped because of overflowed gradients since the last call to this method."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class NativeAmp(Precision):
         Warn if it was used only for the backward pass.
 
         Raises:
-            ValueError: It was not used at all, so the option `precision` had no effect.
+            ValueError: User code did not use this object at all, so the option `precision` had no effect.
         """
         if self._has_computed:
             return
@@ -189,7 +189,7 @@ class NativeAmp(Precision):
         self.scaler.update()
 
     def has_skipped(self) -> bool:
-        """Return True if a step was skipped since the last call of this method.
+        """Return True if a step was skipped since the last call to this method.
 
         The scale decreases with each skipped step, even if user code calls the scaler itself.
         """
@@ -285,7 +285,7 @@ def warn_of_short_weights(optimizers: Iterable[Any], owner: str) -> None:
 
 
 def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state of `precision` in a checkpoint, which may come from the old library; None if it is missing."""
+    """Return the state of `precision` from a checkpoint, possibly of the old library; None if it is missing."""
     if precision.state_key is None:
         return None
     found = state.get(precision.state_key)

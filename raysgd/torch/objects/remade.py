@@ -1,9 +1,9 @@
-"""Omits frozen parameters that `setup` recreates from states, storing a digest of each parameter instead.
+"""Omits from states the frozen parameters that `setup` recreates, and stores a digest of each instead.
 
 A digest is a hash of the parameter's values, with its dtype and shape. This module is imported only if an operator sets
-`remakes_frozen = True`. The parameters that are frozen at the end of `setup` are omitted. If such a parameter is
-trained later, even for a while, states contain it from then on. If it changes without being trained, saving a state
-raises an error that names the parameter. See ADR 150.
+`remakes_frozen = True`. The parameters that are frozen at the end of `setup` are omitted. Once such a parameter becomes
+trainable, even temporarily, states contain it from then on. If it changes without being trained, saving a state raises
+an error that names the parameter. See ADR 150.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Digests = Mapping[str, str]
 _ROW_WORDS = 512
 _NUM_SAMPLES = 64  # maximum number of values per parameter that each check compares
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
-_PIECE_BITS, _NUM_PIECES = 8, 8  # a hash is compared in pieces of 8 bits, whose squares floats can sum exactly
+_PIECE_BITS, _NUM_PIECES = 8, 8  # a hash is compared in 8-bit pieces, so that floats can sum their squares exactly
 
 
 class _Parameter:
@@ -43,7 +43,7 @@ class _Parameter:
         self.note()
 
     def note(self) -> None:
-        """Record that the parameter now has its original values."""
+        """Record that the parameter has its original values now."""
         self._mark, self._few = self._mark_now(), _few_of(self.parameter)
 
     @property
@@ -56,7 +56,7 @@ class _Parameter:
 
     @property
     def may_have_changed(self) -> bool:
-        """True if the parameter was written to or moved, even if its values are still the same."""
+        """True if the parameter was written to or its memory was moved, even if its values are still the same."""
         return self._mark_now() != self._mark
 
     def has_changed(self) -> bool:
@@ -68,7 +68,7 @@ class _Parameter:
 
     @torch.no_grad()
     def keep_original(self) -> None:
-        """Copy the original values to host memory, unless they are copied or already gone. Call it before a change."""
+        """Copy the original values to host memory before a change, unless they were already copied or overwritten."""
         if self.original is None and digest_of(self.parameter) == self.digest:
             self.original = self.parameter.detach().cpu().clone()
 
@@ -95,7 +95,7 @@ class RemadeParameters:
         require_names(torch.Tensor, "_version")
         self._by, self._module_names = operator_cls.__name__, [type(part).__name__ for part in parts]
         self._by_whole_name = f"{operator_cls.__module__}.{operator_cls.__qualname__}"
-        known: dict[int, _Parameter] = {}  # by ID, because a shared parameter has several names
+        known: dict[int, _Parameter] = {}  # by ID, because a tied parameter has several names
         self._made: list[dict[str, _Parameter]] = [{} for _ in parts]
         for part, made in zip(parts, self._made, strict=True):
             for name, each in self._made_of(part):
@@ -127,7 +127,7 @@ class RemadeParameters:
     # -------------------------------------------------------------------------------------------------------- saving
 
     def without(self, index: int, state: Any) -> Any:
-        """Return the state of the module with this index, without the parameters that states omit."""
+        """Return `state`, the state of module number `index`, without the parameters that states omit."""
         left_out = self._left_out[index]
         return _reduced(state, left_out) if left_out else state
 
@@ -185,13 +185,13 @@ class RemadeParameters:
     def added_to(
         self, left_out_of: Callable[[torch.nn.Module], Collection[str] | None]
     ) -> Callable[[torch.nn.Module], Collection[str] | None]:
-        """Wrap a function that returns names of a model's parameters, to add the names of the omitted parameters.
+        """Extend a function that returns parameter names, so that it also returns the names of the omitted parameters.
 
         Args:
             left_out_of: Returns the names of a model's parameters that ranks need not compare; None for all parameters.
 
         Returns:
-            A function that returns these names and those of the parameters that states omit.
+            A function that returns these names and the names of the parameters that states omit.
         """
 
         def more_left_out_of(model: torch.nn.Module) -> Collection[str] | None:
@@ -208,15 +208,15 @@ class RemadeParameters:
 
         Args:
             index: Index of the module.
-            saved: Saved state of the module, with names as without `torch.compile`.
+            saved: Saved state of the module, whose names lack the prefixes of `torch.compile`.
             record: What the state contains instead of the parameters (see `record`); None if the state is complete.
 
         Returns:
             The state to load, and the names that may be missing from it.
 
         Raises:
-            ValueError: A parameter has other values than in the saved state, `setup` did not freeze it in this trainer,
-                or it has been trained and its original values are gone.
+            ValueError: A parameter's values differ from those in the saved run, this operator's `setup` does not freeze
+                it, or it has been trained and its original values are gone.
         """
         if not isinstance(saved, Mapping):
             return saved, ()  # the caller rejects it
@@ -350,7 +350,7 @@ def _reduced(state: Any, names: Collection[str]) -> Any:
 
 
 def _like(state: Any, content: Mapping[str, Any]) -> Any:
-    """Return a state dict with new content and the attributes of `state`, such as PyTorch's versions of modules."""
+    """Return a state dict with the entries in `content`, and with the attributes of `state`, such as `_metadata`."""
     made: Any = OrderedDict(content)
     vars(made).update(getattr(state, "__dict__", {}))
     return made
@@ -361,7 +361,7 @@ def _maker_in(record: Any) -> str:
 
 
 def parts_of(record: Any) -> Sequence[Any]:
-    """Return the digests that a state contains, for each module. None stands for a module whose state is complete.
+    """Return the digests in a state, one entry for each module. The entry is None for a module whose state is complete.
 
     Args:
         record: Value of the state's key for omitted parameters.
@@ -376,7 +376,7 @@ def parts_of(record: Any) -> Sequence[Any]:
 
 
 def _digests_in(record: Any, index: int) -> Digests | None:
-    """Return the digests of the parameters of a module that a state omits; None if the module's state is complete."""
+    """Return the digests of the module's parameters that a state omits; None if the module's state is complete."""
     parts = () if record is None else parts_of(record)
     digests = parts[index] if index < len(parts) else None
     require(digests is None or isinstance(digests, Mapping), "its `remade` does not say what is left out")
@@ -385,11 +385,11 @@ def _digests_in(record: Any, index: int) -> Digests | None:
 
 
 def with_record_of(state: dict[str, Any], saved: Mapping[str, Any], key: str, part: str) -> dict[str, Any]:
-    """Update the digests of omitted parameters in a state, after some of its modules were taken from a saved state.
+    """Update a state's digests of omitted parameters, after some of the state's modules were taken from a saved state.
 
     Args:
         state: State in which the modules were replaced.
-        saved: State from which they were taken.
+        saved: State from which the modules were taken.
         key: Key of the digests in both states.
         part: What was replaced: "models" or "criterion".
     """
@@ -415,8 +415,8 @@ def _has_numbers(parameter: torch.Tensor) -> bool:
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a tensor's dtype, shape and hash as a string, which is the same on all devices for equal tensors.
 
-    The tensor's device sums rows of 512 eight-byte words, and only the sums are hashed. The hash detects accidental
-    differences, but weights could be forged to have a given hash.
+    To be fast, the tensor's device first sums rows of 512 eight-byte words, and only the sums are hashed. The hash
+    detects accidental differences, but an attacker could construct weights that have a given hash.
 
     Examples:
         >>> digest_of(torch.ones(2, 3))
@@ -439,7 +439,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def _few_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a few values of a parameter as integers.
+    """Return a few of the parameter's values, with their bits read as integers.
 
     If the parameter is contiguous, the result is a view of its memory.
     """
@@ -464,7 +464,7 @@ def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
 
 
 def _pieces(text: str) -> list[int]:
-    """Return the hash of a string in pieces, each followed by its square. `_are_alike` compares them over the ranks."""
+    """Return the hash of a string in 8-bit pieces, each followed by its square. `_are_alike` compares the pieces."""
     import xxhash
 
     digest = xxhash.xxh3_64_intdigest(text.encode())
@@ -473,8 +473,8 @@ def _pieces(text: str) -> list[int]:
 
 
 def _are_alike(num_ranks: float, sums: Sequence[float]) -> bool:
-    """Return True if all ranks had the same values, given the sums over the ranks of values and of their squares.
+    """Return True if all ranks had the same values. `sums` has each value's sum over the ranks, then its square's.
 
-    Only if all values are equal is the mean of the squares the square of the mean.
+    All ranks had the same value exactly if the mean of the squares equals the square of the mean.
     """
     return all(num_ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))

@@ -51,7 +51,7 @@ def capture() -> dict[str, Any]:
 
     This includes PyTorch's CPU generator, the generator of the current CUDA device if this process uses CUDA, the
     `random` module, and `numpy.random`'s legacy global generator. The CUDA entry is None if this process does not use
-    CUDA. NumPy's entries are None if its global generator was replaced by another type than the Mersenne Twister.
+    CUDA. NumPy's entries are None if user code replaced NumPy's global generator by one that is not a Mersenne Twister.
     """
     version, words, gauss = random.getstate()
     return {
@@ -79,8 +79,8 @@ def part_ways(seed: int, rank: int) -> None:
 def fork(state: Mapping[str, Any], number: int) -> None:
     """Restore a captured state or, if `number` is above 0, seed the generators from the captured state and `number`.
 
-    The seed of each generator depends only on the captured state of the same generator. So a generator that the user
-    seeded yields reproducible numbers even if another generator was not seeded.
+    Each generator's new seed depends only on that generator's captured state. So a generator that the user seeded stays
+    reproducible even if the user did not seed the other generators.
     """
     restore(state)
     if number == 0:
@@ -141,7 +141,7 @@ def _checked(state: Any) -> list[Any]:
 def _checked_torch(content: Any) -> torch.Tensor:
     state = _bytes_to_tensor(content)
     torch.Generator().set_state(state)
-    if len(content) == _TORCH_BYTES:  # PyTorch checks each field, but not whether their sum exceeds the words
+    if len(content) == _TORCH_BYTES:  # PyTorch checks each field, but not their sum
         num_left, _, position = _TORCH_PLACE.unpack_from(content, _TORCH_PLACE_AT)
         _require(num_left + position <= _NUM_WORDS + 1, "a position outside of its words")
     return state

@@ -1,8 +1,8 @@
 """Private state that the library keeps for a PyTorch operator, available to the library as `operator._raysgd`.
 
-It includes the trained parts: which parameters are frozen, and the parameter groups of optimizers, as of the end of
-`setup` or the last `rewrap`. If `rewrap` changed them, snapshots contain them by name, so that a new worker, which ran
-only `setup`, trains the same parts.
+It includes the trained parts: which parameters are frozen, and the optimizers' parameter groups, as of the end of
+`setup` or the last `rewrap`. If `rewrap` changed the trained parts, snapshots contain them by name. A new worker, which
+has run only `setup`, then trains the same parts as the other workers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TrainedParts:
 
     @property
     def since_setup(self) -> Noted | None:
-        """Trained parts at the last `note`, to store in a snapshot; None if unchanged since the end of `setup`."""
+        """Trained parts at the last call to `note`, to store in a snapshot; None if they equal those after `setup`."""
         return None if self._now == self._of_setup else self._now
 
     @property
@@ -68,10 +68,10 @@ class TrainedParts:
         return _flags_of(self._registered)
 
     def has_changed(self, freezes_in_batches: bool = False) -> bool:
-        """Return True if parameters were frozen or unfrozen, or groups were added, since the last `note`.
+        """Return True if parameters were frozen or unfrozen, or groups were added, since the last call to `note`.
 
-        A model whose parameters are now all frozen counts as unchanged, because user code may freeze a model for a part
-        of each batch, such as a GAN's discriminator.
+        A model whose parameters are now all frozen counts as unchanged, because user code, such as a GAN, may freeze a
+        whole model during a part of each batch.
 
         Args:
             freezes_in_batches: True to ignore all newly frozen parameters and detect only unfrozen ones.
@@ -92,7 +92,7 @@ class TrainedParts:
         """Raise if `has_changed` returns True.
 
         Raises:
-            ValueError: Parameters were frozen or unfrozen, or groups were added, without a call of `rewrap`.
+            ValueError: Parameters were frozen or unfrozen, or groups were added, without a call to `rewrap`.
         """
         if self.has_changed(freezes_in_batches):
             raise ValueError(
@@ -101,7 +101,7 @@ class TrainedParts:
             )
 
     def take(self, noted: Noted | None) -> bool:
-        """Freeze and unfreeze parameters and add groups to match a snapshot. Return True if anything changed.
+        """Freeze or unfreeze parameters and replace parameter groups as in a snapshot. Return True if any changed.
 
         Args:
             noted: Trained parts from the snapshot; None for those at the end of `setup`.
@@ -138,7 +138,7 @@ def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _named(optimizer: Any, names: Mapping[int, str]) -> list[list[str | None]]:
-    """Return the names of the parameters in each parameter group, with None for a parameter without a name."""
+    """Return the parameters' names in each parameter group, with None for a parameter of no registered module."""
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in _groups_of(optimizer)]
 
 
@@ -182,10 +182,11 @@ _NOTHING = nullcontext()
 
 
 class OptimizerChoice:
-    """Determines which optimizers a call of the operator's `backward` or `optimizer_step` is for.
+    """Determines which optimizers a call to the operator's `backward` or `optimizer_step` is for.
 
-    These are the optimizers in the argument, or else the optimizer that the running default method acts on, or else
-    `self.optimizer` if only one optimizer is registered.
+    The call is for the optimizers that are passed as `optimizer`. Without this argument, it is for the optimizer that a
+    running method of the library acts on or, if no such method is running, for `self.optimizer`, provided that only one
+    optimizer is registered.
 
     Args:
         default: Returns the operator's `self.optimizer`. Raises if the operator has none.
@@ -200,12 +201,12 @@ class OptimizerChoice:
         self._acting: Any = None
 
     def acting_on_usual(self) -> AbstractContextManager[None]:
-        """Make methods that are called without an optimizer act on `self.optimizer` in the `with` block."""
+        """In the `with` block, methods that are called without an optimizer act on `self.optimizer`."""
         return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
 
     @contextmanager
     def acting_on(self, optimizer: Any) -> Iterator[None]:
-        """Make methods that are called without an optimizer act on `optimizer` in the `with` block.
+        """In the `with` block, methods that are called without an optimizer act on `optimizer`.
 
         This includes the user's overrides that have no parameter `optimizer`.
         """
@@ -245,7 +246,7 @@ class OptimizerChoice:
         return [self._default()]
 
     def bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
-        """Return the optimizers other than the chosen one whose gradients `backward` must also clear.
+        """Return the optimizers, apart from the chosen one, whose gradients `backward` must also clear.
 
         If `backward` got no optimizer, its loss is the only loss of the batch, and may have gradients for parameters of
         all registered optimizers. If it got an optimizer (`given`), the list is empty.
@@ -264,15 +265,15 @@ class TorchInternals(Internals):
         precision: Numeric precision of the training.
         parallel: Strategy that keeps the replicas in sync. While batches are trained, its `leg` (the part of the
             running call that this worker group runs) is also the `place` of this object.
-        choice: Determines which optimizers a call of `backward` or `optimizer_step` is for.
+        choice: Determines which optimizers a call to `backward` or `optimizer_step` is for.
         trained: Frozen parameters and optimizers' parameter groups; None before the end of `setup`.
         remade: Frozen parameters that states omit; None unless the operator sets `remakes_frozen`.
-        loss_calls: Notifies listeners of calls of the criterion.
+        loss_calls: Notifies listeners of calls to the criterion.
         own_steps: Clips gradients before optimizers step, even if user code calls `step`.
         gradients: Computes and applies gradients.
-        chosen: Optimizer hyperparameters that `setup` chose.
+        chosen: The optimizers' hyperparameters that `setup` chose.
         follows_rate: True if learning rates were adjusted when the config last changed.
-        evaluated: Calls of the criterion in the current validation batch whose results are means over labels.
+        evaluated: Calls to the criterion in the current validation batch whose results are means over labels.
     """
 
     context: OperatorContext
@@ -340,11 +341,11 @@ class TorchInternals(Internals):
         self.registered, self.choice.registered = registered, registered.optimizers
 
     def begin_training(self, counts_ahead: bool = False) -> None:
-        """Prepare for training at the end of `setup`. Gradients of parameters that are frozen by then are not averaged.
+        """Prepare for training at the end of `setup`. From now on, the gradients of frozen parameters are not averaged.
 
         Args:
             counts_ahead: True to add a batch's metrics to the meters, which accumulate metrics, before the batch's
-                backward pass. No user code may then change the metrics after `train_batch`.
+                backward pass. This requires that no user code changes the metrics that `train_batch` returns.
         """
         self._counts_ahead = counts_ahead
         self.trained = TrainedParts(self.registered)
@@ -355,7 +356,7 @@ class TorchInternals(Internals):
             warn_of_short_weights(self.registered.optimizers, type(self._operator).__name__)
 
     def _leave_out_frozen(self) -> None:
-        """Omit frozen parameters from states from now on, after checking that they are the same on all ranks.
+        """Check that all ranks have the same frozen parameters, then omit these parameters from states from now on.
 
         Raises:
             ValueError: The ranks' frozen parameters differ, or the models are sharded.
@@ -408,7 +409,7 @@ class TorchInternals(Internals):
         return (parameter for part in self.registered.trained for parameter in part.parameters())
 
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
-        """Split what `forward` returned into output, loss and weight. Log the metrics if it also returned some."""
+        """Split what `forward` returned into output, loss and weight. If it also returned metrics, log them."""
         if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
             return *returned, None  # the form that the default `forward` returns
         parts, metrics = batches.without_metrics(returned)
@@ -433,7 +434,7 @@ class TorchInternals(Internals):
         return num_samples
 
     def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
-        """Return the number of samples of a batch, and the batch's weight if it has one.
+        """Return a dict with the number of samples of a batch and, if it has one, the batch's weight.
 
         Args:
             features: Inputs of the batch.
@@ -448,12 +449,12 @@ class TorchInternals(Internals):
         if weight is None and found != num_samples:
             if len(self.place.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.place.batch.has_uncounted = True  # cleared later if the loss is what the criterion returned
+            self.place.batch.has_uncounted = True  # reset later if the loss is what the criterion returned
         counts = {NUM_SAMPLES: num_samples}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
     def _sizes_of(self, batch: Any) -> tuple[int, int]:
-        """Return how many samples the sampler drew for a batch, and how many the batch contains.
+        """Return how many samples the loader read for a batch, and how many samples the batch contains.
 
         They differ if a `collate_fn` adds or omits samples. For a padding batch, both are what the batch contains.
         """
@@ -469,7 +470,7 @@ class TorchInternals(Internals):
         Returns:
             - The predictions.
             - The target.
-            - Calls of PyTorch losses in the criterion.
+            - Calls to PyTorch losses in the criterion.
             - A dict with `val_loss`, the number of samples, and the weight if `forward` returned one.
         """
         operator, comparisons = self._operator, list[LossCall]()
@@ -490,9 +491,9 @@ class TorchInternals(Internals):
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Complete the metrics of the default `train_batch` before its backward pass.
 
-        In the default loop, the metrics are also added to the meters, as pending. During the backward pass, each rank
-        sends the sums in its meters to the other ranks together with the gradients, and these sums must include the
-        current batch. The meters count pending metrics once the optimizer step is complete.
+        In the default loop, the metrics are also added to the meters, which accumulate metrics, as pending. During the
+        backward pass, each rank sends its meters' sums to the other ranks together with the gradients, and these sums
+        must include the current batch. Pending metrics become final once the optimizer step is complete.
         """
         if not self._counts_ahead or self.place is None:
             return metrics
@@ -504,10 +505,10 @@ class TorchInternals(Internals):
         return metrics
 
     def end_batch(self, metrics: Any, batch: Any) -> None:
-        """End a batch. Add the metrics that `train_batch` returned to the meters as pending, unless `report` did so.
+        """End a batch. Unless `report` did so, add the metrics that `train_batch` returned to the meters, as pending.
 
-        The meters count them when the loop requests the next batch. Until then, the operator's `global_step` includes
-        the batch, but the meters do not.
+        The meters, which accumulate metrics, include pending metrics once the loop requests the next batch. Until then,
+        the operator's `global_step` includes the batch, but the meters do not.
         """
         leg, reported, self._reported = self.parallel.leg, self._reported, None
         if leg.batch.is_waiting:  # `train_batch` ran no backward pass
@@ -529,10 +530,10 @@ class TorchInternals(Internals):
         self._operator.global_step += leg.batch.is_last_part
 
     def note_amount(self, comparison: LossCall) -> None:
-        """Record a call of the criterion in a validation batch, if its result is a mean over labels."""
+        """Record a call to the criterion in a validation batch, if the call's result is a mean over labels."""
         if comparison.amount is not None:
             self.place.batch.amounts.append(comparison.amount)
-            self.evaluated.append(comparison._replace(output=None, target=None))  # output and target are large
+            self.evaluated.append(comparison._replace(output=None, target=None))  # the output and target are large
 
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
@@ -550,7 +551,7 @@ class TorchInternals(Internals):
         return metrics if counts_alike else self._weighted(metrics)
 
     def _check_count(self, num_samples: Any) -> None:
-        """Raise if `train_batch` returned another `num_samples` than the one by which the gradients were weighted."""
+        """Raise if `train_batch` returned a `num_samples` that is not the weight used for the gradients."""
         batch = self.place.batch
         counts = self.place.has_several_batches and not batch.is_padding
         if counts and num_samples != batch.samples is not None:
@@ -562,7 +563,7 @@ class TorchInternals(Internals):
             )
 
     def _weighted(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add weights to a batch's metrics for losses that are means over labels instead of samples."""
+        """For losses that are means over labels instead of samples, add their weights to a batch's metrics."""
         if BATCH_WEIGHT in metrics:
             return metrics
         if self.evaluated:
@@ -572,10 +573,10 @@ class TorchInternals(Internals):
         return {**weights_of(metrics, train_loss=mean if "train_loss" in metrics else None), **metrics}
 
     def _amount_of(self, metrics: Mapping[str, Any]) -> Any:
-        """Return the number of labels over which `val_loss` is the mean; None if it is not what the criterion returned.
+        """Return the number of labels over which `val_loss` is the mean; None if the criterion did not compute it.
 
         Raises:
-            ValueError: `val_loss` is not what the criterion returned, and the criterion weights or ignores labels.
+            ValueError: The criterion did not compute `val_loss`, and it weights or ignores labels.
         """
         loss = metrics.get("val_loss")
         for call in self.evaluated:
@@ -611,8 +612,8 @@ class TorchInternals(Internals):
 
         Args:
             name: Name of the metric.
-            *parts: This worker's metrics: the summary of an epoch, or dicts of parts of a batch, each of which has its
-                `num_samples` as weight.
+            *parts: This worker's metrics: the summary of an epoch, or a dict for each part of a batch, weighted by the
+                dict's `num_samples`.
         """
         counted = []
         for metrics in parts:
@@ -636,7 +637,7 @@ class TorchInternals(Internals):
 
 
 def _is_result(value: Any, result: torch.Tensor) -> bool:
-    """Return True if the value of a metric is `result`, what the criterion returned, as a tensor or as a number."""
+    """Return True if a metric's value is the criterion's `result`, either as a tensor or as a number."""
     if isinstance(value, torch.Tensor) and value.data_ptr() == result.data_ptr():
         return True
     own = result.item()
@@ -654,7 +655,7 @@ def _unknown_count(drawn: int, found: int) -> ValueError:
 
 
 def weights_of(counts: Mapping[str, Any], **amounts: Any) -> dict[str, Any]:
-    """Return entries to add to a batch's metrics for metrics whose weights differ from the batch's weight.
+    """Return the weights of metrics that are not averaged with the batch's weight, to add to the batch's metrics.
 
     Args:
         counts: Number of samples of the batch, and the batch's weight if it has one.

@@ -1,7 +1,8 @@
 """Implements the operator's `register` and `register_data`: checks, prepares, wraps and records the user's objects.
 
 The library trains, saves and restores only the recorded objects, regardless of the operator's other attributes. The
-user may pass a single object, or a container of several, and gets the wrapped objects in the same type of container.
+user may pass a single object or a container of several objects. `register` returns the wrapped objects in the same type
+of container.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _check_parameters(optimizer: Any) -> None:
 
 
 def criterion_of(given: Any) -> Any:
-    """Check the argument `criterion` of `register` and return it; None if there is no criterion.
+    """Check the argument `criterion` of `register`, which may be None, and return the argument.
 
     Raises:
         InvalidRegistrationError: The criterion is not callable.
@@ -79,7 +80,7 @@ def criterion_of(given: Any) -> Any:
 
 
 def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
-    """Check that a loader yields batches. Warn about a dataset, which may yield samples.
+    """Check that a loader yields batches. Warn if the user passed a dataset, which may yield samples.
 
     Args:
         name: Name of the argument of `register_data`, for messages.
@@ -113,7 +114,7 @@ def check_loader(name: str, given: Any, *, warn: bool = True) -> None:
 
 
 def schedulers_of(given: Any) -> RegisteredParts | None:
-    """Return the schedulers in the argument `schedulers` of `register`, which may be empty; None if it is not given."""
+    """Return the schedulers in the argument `schedulers` of `register`, perhaps none; None if it was not passed."""
     if given is None or given is False:
         return None
     return parts_of("schedulers", given, _steps, "a scheduler, which has a `step`", may_be_empty=True)
@@ -160,15 +161,15 @@ def _named(parameter: Any, owner: Any) -> str | None:
 
 @dataclass(frozen=True)
 class RegisteredObjects:
-    """The objects that the operator passed to `register`. Empty before that call.
+    """The objects that the operator passed to `register`, before and after wrapping. Empty before `register` is called.
 
     Attributes:
         original_models: Models without wrappers.
         models: Models with wrappers such as `DistributedDataParallel`, as training calls them.
         optimizers: Optimizers. With Horovod, they are wrapped.
         criterion: Criterion, wrapped if it has parameters.
-        original_criterion: Criterion without its wrapper if it has trainable parameters; otherwise None.
-        own_criterion: Criterion with its wrapper if it has parameters, trainable or frozen; otherwise None.
+        original_criterion: Unwrapped criterion if it has trainable parameters; otherwise None.
+        own_criterion: Wrapped criterion if it has any parameters, trainable or frozen; otherwise None.
         schedulers: Learning rate schedulers.
         returned: Return value of `register`.
         has_schedulers: True if the argument `schedulers` was passed, even if it is an empty container.
@@ -186,7 +187,7 @@ class RegisteredObjects:
 
     @property
     def trained(self) -> list[torch.nn.Module]:
-        """Unwrapped modules that are trained and saved: the models, then a criterion with trainable parameters."""
+        """Unwrapped modules that are trained and saved: the models, and the criterion if it has trainable weights."""
         own = self.original_criterion
         return [*self.original_models] if own is None else [*self.original_models, own]
 
@@ -238,7 +239,7 @@ def register(
         operator: Operator, whose hooks for DDP and Apex the user may have overridden.
         context: Rank, device and settings of the operator.
         given: Arguments of the operator's `register`, by name.
-        before: Objects registered by a previous call of `register`.
+        before: Objects registered by a previous call to `register`.
         keep: Stores the registered objects. It is also called before they are complete, because the hooks may read
             them.
 
@@ -284,7 +285,7 @@ def register(
         record = replace(record, schedulers=schedulers.items, has_schedulers=True)
     keep(replace(record, returned=tuple(returned)))
     chosen = context.settings.step_options.compile
-    for model in () if chosen is False else record.models:  # compiles in place, so user code keeps valid references
+    for model in () if chosen is False else record.models:  # compiles in place, so the user's references stay valid
         model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
 
@@ -304,7 +305,7 @@ def _with_criterion(
     own: Sequence[torch.nn.Parameter],
     ddp_args: dict[str, Any],
 ) -> RegisteredObjects:
-    """Wrap and record a criterion if it has parameters, like a model.
+    """If a criterion has parameters, wrap and record it as if it were a model.
 
     Args:
         context: Rank, device and settings of the operator.
@@ -316,7 +317,8 @@ def _with_criterion(
         return record
     assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
     is_trained = any(parameter.requires_grad for parameter in own)
-    # A user's communication hook may have a state that belongs to one model, so the criterion is wrapped without it.
+    # The state of a user's communication hook may belong to one model, so the criterion's wrapper does not get the
+    # hook.
     options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK}
     wrapped = context.parallel.wrap(record.criterion, context.device_ids, options if context.wrap_ddp else {})
     original = record.criterion if is_trained else None
@@ -411,7 +413,7 @@ def _divided(
 
 
 def _of_stream(context: OperatorContext, stream: Stream, name: str) -> StreamData:
-    """Prepare a stream, whose shards the workers read together.
+    """Prepare a `Stream`, whose shards are distributed over the workers.
 
     Raises:
         InvalidRegistrationError: The trainer's options do not support streams.

@@ -1,4 +1,4 @@
-"""What a PyTorch operator is created with: the trainer's settings, and the rank and device of its worker."""
+"""What a PyTorch operator needs to be created: the trainer's settings, and the rank and device of its worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raysgd.trainer.configuration.settings import STREAMS_NEED, ReplicaSettings
 class TorchSettings(ReplicaSettings):
     """Settings of a `TorchTrainer` that all its workers use.
 
-    The docstring of `TorchTrainer` explains the fields, except this one.
+    The docstring of `TorchTrainer` explains all fields except `may_grow`.
 
     Attributes:
         may_grow: True to set up a single worker as if there were several, because other workers may join it later.
@@ -61,7 +61,7 @@ class TorchSettings(ReplicaSettings):
 
     @property
     def keeps_survivors(self) -> bool:
-        """True if workers that survive a failure of another worker can continue in a new worker group."""
+        """True if the other workers can continue in a new worker group after a worker fails."""
         return self.strategy == "ddp" and not self.use_horovod
 
     @property

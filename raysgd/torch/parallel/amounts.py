@@ -6,10 +6,10 @@ amount:
 
     gradient = sum of (amount * gradient) over all batches and ranks / sum of the amounts
 
-If a step has one batch, a communication hook multiplies the gradients by their weight before they are sent to the other
-ranks, even if user code runs the backward pass (`Leg.outgoing_weight`). If a step has several batches (a *window*), a
-hook would see only the sum of their gradients. So each loss is multiplied by its amount, and the summed gradient is
-divided by the sum of all amounts before the step.
+If a step has one batch, a communication hook multiplies the gradients by the batch's weight (`Leg.outgoing_weight`)
+before they are sent to the other ranks. This works even if user code runs the backward pass. If a step has several
+batches (a *window*), a hook would see only the sum of their gradients. So each loss is multiplied by its amount, and
+the summed gradient is divided by the sum of all amounts before the step.
 
 ADR 3 explains why gradients are weighted by samples, over several batches, and by weights that users pass.
 """
@@ -32,10 +32,10 @@ class Window:
         reference: Typical amount, the same on all ranks. Amounts are divided by it, so that the scale of losses stays
             roughly the same.
         own: Sum of the amounts of this rank's batches.
-        total: Sum of the amounts of all ranks' batches. Set only if the amounts are samples, whose number each rank
-            knows for all ranks.
+        total: Sum of the amounts of all ranks' batches. Set only if the amounts are numbers of samples, because each
+            rank knows these numbers for all ranks.
         num_batches: Number of batches so far.
-        last: Sequence number and weight of the last batch.
+        last: Sequence number and weight of the latest batch.
         is_exchanged: True if the gradients are already averaged over the ranks, because their all-reduce was not
             deferred.
         is_of_criterion: True if the amounts come from the criterion, False if they come from user code.
@@ -54,21 +54,21 @@ class Window:
         """Return the factor by which to multiply the summed gradients before the step.
 
         Args:
-            seen: Sum of all ranks' amounts. If it is 0, the factor is 0.
+            seen: Sum of the amounts of all ranks' batches. If it is 0, the factor is 0.
             num_ranks: Number of ranks.
         """
         return self.reference * num_ranks / seen if seen else 0.0
 
 
 class Counted:
-    """The amount of a batch that is weighted by something other than samples, and the sum of all ranks' amounts.
+    """The amount of a batch that is not weighted by samples but, for example, by labels; and the sum over all ranks.
 
     Args:
         amount: Amount of this rank's batch; 0 for padding.
         reference: Typical amount, the same on all ranks, by which amounts are divided. If all amounts equal it,
             gradients are not changed by rounding.
         num_ranks: Number of ranks.
-        wait: Waits for the sum of all ranks' amounts and returns it. Called if the amounts were not sent with the
+        wait: Waits for the sum of all ranks' amounts and returns the sum. Called if the amounts were not sent with the
             gradients.
 
     Attributes:
@@ -94,7 +94,7 @@ class Counted:
 
     @property
     def own(self) -> list[float]:
-        """Values that this rank sends to the other ranks with its gradients."""
+        """The amount, as the list of values that this rank sends to the other ranks with its gradients."""
         return [self.amount]
 
     def learn(self, told: Sequence[Sequence[float]]) -> None:
@@ -114,7 +114,7 @@ class Counted:
 
 
 class Omitted:
-    """Counts the samples that user code skips in a step, to correct the mean, in which their gradients count as 0.
+    """Counts the samples that user code skips in a step, to correct the mean gradient, in which they count as zeros.
 
     A global batch consists of the batches of all ranks at the same time. With gradient accumulation, a step has more
     than one.
@@ -132,12 +132,12 @@ class Omitted:
         self.learn([self.own])
 
     def note(self, index: int, num_drawn: float, num_omitted: float) -> None:
-        """Record a batch.
+        """Record the samples of one batch.
 
         Args:
-            index: Index of its global batch in the step.
-            num_drawn: Number of its samples on all ranks.
-            num_omitted: Number of samples that this rank skips.
+            index: Index, in the step, of the global batch to which the batch belongs.
+            num_drawn: Number of samples in the global batch, over all ranks.
+            num_omitted: Number of samples that this rank skips in the batch.
         """
         self._drawn[index] += num_drawn
         self.own[index] += num_omitted
@@ -153,10 +153,10 @@ class Omitted:
 
     @property
     def correction(self) -> float:
-        """Factor by which to multiply the gradients; 0 if all samples of the step are skipped.
+        """Factor by which to multiply the step's gradients; 0 if all samples of the step are skipped.
 
-        If all samples of a global batch are skipped, but not all of the step, the gradient of that global batch counts
-        as 0 in the mean, like with Lightning.
+        If all samples of a global batch are skipped, but not all samples of the step, that global batch counts in the
+        mean with a gradient of 0, as it does in Lightning.
         """
         drawn = self._drawn
         kept = [all_of_it - left for all_of_it, left in zip(drawn, self._of_all, strict=True)]

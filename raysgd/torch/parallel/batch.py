@@ -10,28 +10,29 @@ class Batch:
 
     A leg is the part of a training call that one worker group runs. A global batch consists of the batches of all ranks
     at the same time. A rank may split its share of a global batch into parts, each of which is a `Batch`. A `Batch`
-    with default arguments stands for user code before the first batch of a leg and after the last.
+    with default arguments represents the time before a leg's first batch and after its last batch, in which user code
+    may also run backward passes.
 
     Args:
-        weight: Factor for this rank's gradient in the mean over the ranks, if the batch is a step by itself.
+        weight: Factor for this rank's gradient in the mean over the ranks, if the batch is the only batch of its step.
         num_samples: Number of this rank's samples; 0 for padding, None if unknown.
         total: Number of samples by which the batch is weighted in its step; None without gradient accumulation.
-        number: Number of batches that the leg has drawn, including this batch; 0 if this batch is not from the data.
+        number: Number of batches that training code has requested in the leg, including this batch; 0 before the first.
         index: Number of global batches of the step that are complete after this batch.
         is_last_part: True if the global batch ends with this batch.
         is_boundary: True if the optimizer step ends with this batch. Always True without accumulation.
 
     Attributes:
         weight, num_samples, total, number, index, is_last_part, is_boundary: Values of the arguments with these names.
-        is_padding: True if the batch has no samples of its own and exists only so that this rank takes part in the
-            collectives of the other ranks.
+        is_padding: True if the batch has no samples that count and exists only so that this rank takes part in the
+            other ranks' collectives.
         is_waiting: True if the batch still needs a backward pass and its weight matters.
         had_backward: True if a backward pass was recorded.
         computed: IDs of the optimizers that have gradients of this batch.
         weights: Weights that user code passed to the batch's backward passes.
         amounts: Divisors, such as numbers of labels, by which the criterion averaged.
-        has_uncounted: True if a loss weighted or ignored labels and user code passed no weight. It is a tensor if the
-            answer is on a GPU.
+        has_uncounted: True if a loss weighted or ignored labels and user code passed no weight. A tensor if the value
+            is on a GPU.
         is_by_samples: True if a backward pass was weighted by the batch's number of samples.
         is_exchanged: True if the batch's last gradients were sent to the other ranks.
         was_asked_to_step: With accumulation, True if `optimizer_step` was called for this batch.
@@ -81,7 +82,7 @@ class Batch:
         self.has_uncounted: Any = False
 
     def end(self) -> Batch:
-        """Return the `Batch` that stands for user code after this last batch. It takes over what has happened in it."""
+        """Return the `Batch` for the time after this last batch, with the record of this batch's backward passes."""
         after = Batch(number=self.number, index=self.index, is_last_part=self.is_last_part)
         after.had_backward, after.computed = self.had_backward, self.computed
         after.is_exchanged, after.left_out = self.is_exchanged, self.left_out
@@ -94,7 +95,7 @@ class Batch:
         return self.total if self.num_samples is None else self.num_samples
 
     def claim_rows(self) -> bool:
-        """Return True if the ranks must exchange rows, each rank's metrics, now. They do so once per optimizer step.
+        """Return True if the ranks must now exchange rows (each rank's metrics), which they do once per optimizer step.
 
         Called with the last gradients of a backward pass.
         """

@@ -1,4 +1,4 @@
-"""The strategy "ddp": `DistributedDataParallel` keeps the replicas in sync, even if the worker group changes."""
+"""The strategy "ddp": `DistributedDataParallel` keeps the replicas in sync, even after the worker group has changed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DDP(Strategy):
             take_from_first((*covered, *model.buffers()))
             init_sync = False
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
-        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # raysgd also assigns these
+        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # raysgd also sets these
         require_names(wrapped, "parameters_to_ignore", "process_group")
         self._register_hook(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))
@@ -86,14 +86,14 @@ class DDP(Strategy):
         return next(filter(None, (ddp_hooks.obstacle(each.options) for each in self._wrapped)), None)
 
     def reform(self) -> None:
-        """Reinitialize each wrapper in place for the new worker group, because user code holds references to it."""
+        """Reinitialize each wrapper for the new worker group, in place, because user code refers to the wrappers."""
         super().reform()
         for each in self._wrapped:
             self._build_anew(each, init_sync=False)
 
     def rewrap(self, models: Sequence[torch.nn.Module], is_agreed: bool = False) -> None:
         super().rewrap(models, is_agreed)
-        # Models that users wrapped themselves are ignored.
+        # Ignore models that user code wrapped, because raysgd did not create their wrappers.
         ours = [each for each in self._wrapped if any(each.model is model for model in models)]
         for each in ours:
             covered = trainable(each.model.module) or _with_gradients(each.model.module)
@@ -150,7 +150,7 @@ class DDP(Strategy):
         return leg
 
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None]:
-        """Return a function that switches gradient communication off and on, like `DistributedDataParallel.no_sync`."""
+        """Return a function that turns gradient communication off and on, as `DistributedDataParallel.no_sync` does."""
         wrapped = _wrappers(models)
 
         def defer(is_deferred: bool) -> None:
@@ -175,7 +175,7 @@ class DDP(Strategy):
                 omitted.learn([of_all])
             used = [parameter for parameter, count in zip(trained, has_gradient, strict=True) if count]
             for parameter in used:
-                if parameter.grad is None:  # other ranks have a gradient, so this rank takes part with zeros
+                if parameter.grad is None:  # other ranks may have a gradient, so this rank contributes zeros
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.num_ranks)
@@ -184,8 +184,8 @@ class DDP(Strategy):
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Run another backward pass of the same batch in the `with` block, then average the gradients.
 
-        `DistributedDataParallel` averages only once after each forward pass, so it may not average these gradients.
-        Gradients that were averaged before are the same on all ranks, and averaging them again does not change them.
+        `DistributedDataParallel` averages only once after each forward pass, so it may not average the new gradients.
+        The older gradients are already averaged and the same on all ranks, so averaging the sum does not change them.
         """
         self.exchanged.clear()
         with super().further_pass(parameters):

@@ -2,10 +2,10 @@
 
 `DistributedDataParallel` passes gradients to the hook in buckets. The hook multiplies them by this rank's weight,
 all-reduces them, and records whether that succeeded. With the last bucket of a step, it also sends this rank's metrics
-(`StepRows`). PyTorch allows one hook per model, so raysgd's hook calls the user's hook if there is one.
+(`StepRows`). PyTorch allows one hook per model, so raysgd's hook calls the user's hook, if any.
 
-Some gradients are sent over the mesh instead of gloo. The mesh is a set of direct connections between the ranks, with
-which small sums are faster.
+Some gradients are sent over the mesh instead of gloo. The mesh is raysgd's own set of direct connections between the
+ranks, which is faster for small tensors.
 """
 
 # Without `from __future__ import annotations`, because PyTorch checks the annotations of a communication hook and does
@@ -67,7 +67,7 @@ class _HookState:
 def register(
     parallel: Strategy, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool, work: str
 ) -> bool:
-    """Install raysgd's hook, which calls the user's hook if there is one. Return True if it was installed.
+    """Install raysgd's hook, which calls the user's hook, if any. Return True if raysgd's hook was installed.
 
     Args:
         parallel: Strategy of the replica.
@@ -106,7 +106,7 @@ def register(
 
 
 def obstacle(options: dict[str, Any]) -> str | None:
-    """Return why the wrapper of a model cannot be rebuilt with the user's communication hook; None if it can.
+    """Return why a model's wrapper cannot be rebuilt with the user's communication hook; None if it can.
 
     Args:
         options: Options of the wrapper.
@@ -144,7 +144,7 @@ def _exchange(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 def _tracked(parallel: Strategy, begin: Callable[[Any], Any], bucket: Any) -> Any:
-    """Start an all-reduce with `begin`, and track it. With the last bucket, exchange the ranks' metrics meanwhile."""
+    """Start an all-reduce with `begin`, and track it. For the last bucket, also exchange the ranks' metrics."""
     exchanges, is_last = parallel.exchanges, bucket.is_last()
     with exchanges.noting():
         future = exchanges.track(begin(bucket), is_last)
@@ -185,7 +185,7 @@ def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, 
     Args:
         group: Group of the ranks.
         numbers: Gradients, replaced by their sum.
-        told: Has the amounts of this rank, and receives those of all ranks.
+        told: Has the amounts of this rank, and is updated with the amounts of all ranks.
         row: Encoded metrics of this rank.
 
     Returns:
@@ -198,7 +198,7 @@ def _add_up_with_amounts(group: Group, numbers: Array, told: Counted | Omitted, 
 
 
 def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bool:
-    """Return True if the gradients of a model can be sent over the mesh without a disadvantage.
+    """Return True if sending a model's gradients over the mesh instead of gloo has no disadvantage.
 
     The advantage of gloo is that its threads send a bucket while the next bucket is computed. If all gradients fit into
     two buckets, the last is sent only after the backward pass, so nothing is left to overlap.
@@ -213,7 +213,7 @@ def _goes_at_once(model: DistributedDataParallel, options: dict[str, Any]) -> bo
 
 
 def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the state and function of a user's hook, which is given as `function` or `(state, function)`."""
+    """Return the state and function of a user's hook, which was passed as `function` or `(state, function)`."""
     state, function = hook if isinstance(hook, tuple) else (None, hook)
     if not callable(function):
         raise ValueError(
@@ -224,7 +224,7 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def _has_state(hook: Any) -> bool:
-    """Return True if a user's hook may store state between calls, such as a group, past errors, or a counter."""
+    """Return True if a user's hook may store state between calls, such as a process group or a counter."""
     if hook is None:
         return False
     state, function = _hook_of_user(hook)

@@ -1,4 +1,4 @@
-"""Tracks whether a step's communication with the other ranks succeeded, and sends metrics along.
+"""Tracks whether a step's communication with the other ranks succeeded, and sends metrics with it.
 
 User code may catch any exception, so it may continue after a lost connection. Later steps would then apply gradients
 that were not averaged. So before a step counts as completed, `Exchanges.check` checks how its communication ended.
@@ -37,8 +37,8 @@ from raysgd.trainer.worker.ledger import Ledger
 class StepRows:
     """Exchanges metrics between the ranks of one worker group, before each optimizer step.
 
-    A rank's row contains its metrics' sums as they will be after the step. They include the metrics of the step's
-    batches, which the meters (which accumulate metrics) have held as pending since before the backward pass.
+    A rank's row contains the sums of its metrics as they will be after the step. They include the metrics of the step's
+    batches, which were added to the meters as pending before the backward pass. Meters accumulate metrics.
 
     Args:
         exchange: Sends this rank's row and receives the rows of the other ranks.
@@ -51,7 +51,7 @@ class StepRows:
     def exchange(self, batch: Batch, gather: Gather | None = None) -> bool:
         """Exchange rows, once per optimizer step. Called with the last gradients of a backward pass.
 
-        Do nothing if the rows of this step were exchanged, or if the step has more batches.
+        Do nothing if this step's rows were already exchanged, or if the step has more batches to come.
 
         Args:
             batch: Batch whose gradients are being sent.
@@ -85,7 +85,8 @@ class StepRows:
 def gather_rows(size: int) -> Gather | None:
     """Return the function that sends a row and returns the rows of all `size` ranks; None if there is no mesh.
 
-    A single rank gets a function that returns only the given row. It still records rows, because other ranks may join.
+    For a single rank, return a function that returns only the given row. The rank still records rows, because other
+    ranks may join later.
     """
     group = exchanges_at_once()
     return _to_itself if size == 1 else None if group is None else group.gather
@@ -96,7 +97,7 @@ def _to_itself(row: Array) -> list[Array]:
 
 
 def names_of_all(name: str) -> Collection[str] | None:
-    """Send this rank's name to the group and return the names of all ranks; None if there is no mesh.
+    """Send this rank's name to the group and return all ranks' names. Return None without a mesh of direct connections.
 
     All ranks must call this.
     """
@@ -129,7 +130,7 @@ class Exchanges:
         self._num_made = 0
 
     def of_next_group(self) -> Exchanges:
-        """Return a new tracker, without errors or counts, for the worker group that replaces this one."""
+        """Return a new tracker, without errors or counts, for the worker group that replaces this group."""
         return Exchanges(self._is_lost, self._is_broken)
 
     def track(self, future: Any, is_last: bool) -> Any:
@@ -140,17 +141,18 @@ class Exchanges:
             is_last: True if it is the last all-reduce of a model's backward pass.
         """
         self.count(is_last)
-        # After the last all-reduce has started, nothing is left to compute, so waiting for it counts as communication.
+        # Once the last all-reduce has started, nothing is left to compute, so the wait for it is measured as
+        # communication.
         is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()
         received = partial(self._received_last, is_awaited) if is_last else self._received
-        return future.then(received)  # the backward pass waits for the returned future, so also for the callback
+        return future.then(received)  # the backward pass waits for the returned future, and thus for the callback
 
     def timed(self, group: Group) -> AbstractContextManager[None]:
         """Return a context manager that measures the time in its `with` block as communication."""
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:
-        """Count an all-reduce, if it is the last of a model's backward pass. Report its failure to `note`."""
+        """Count an all-reduce if it is the last of a model's backward pass. If it fails, call `note` as well."""
         self._num_made += is_last
 
     def _received_last(self, is_awaited: bool, future: Any) -> Any:
@@ -174,7 +176,7 @@ class Exchanges:
             raise
 
     def note(self, error: BaseException) -> None:
-        """Store an exception that communication raised, if it means that the group is broken and is the first one."""
+        """Store an exception that communication raised, if it is the first to mean that the group is broken."""
         if self._error is None and self._is_lost(error):
             self._error = error
 
@@ -184,7 +186,7 @@ class Exchanges:
         return self._error is not None
 
     def check(self) -> None:
-        """Check the communication of a step that has ended, and prepare for the next step.
+        """Raise if communication failed in the step that has ended; otherwise, prepare for the next step.
 
         Raises:
             RuntimeError: A connection was lost during the step. `is_lost` returns True for this exception.
@@ -204,7 +206,7 @@ def completed(gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def step_only_where(optimizer: Any, counts: Callable[[Any], bool]) -> None:
-    """Replace an optimizer's `step` with a method that steps only if `counts` returns True.
+    """Replace an optimizer's `step` with a method that calls the original `step` only if `counts` returns True.
 
     Args:
         optimizer: Optimizer, or another object with a `step` method.

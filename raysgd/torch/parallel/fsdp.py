@@ -9,7 +9,8 @@ All ranks must take part in each forward pass of a sharded model. In training, a
 evaluation, however, a rank may have more batches than others, or generate a longer text. So evaluation proceeds in
 rounds. Before each forward pass, a rank announces to all ranks which model it calls. Ranks that call no model, or
 another model, receive the arguments, run the same forward pass and discard its output. They run no code of the
-operator. A rank without batches takes part in rounds until no rank has batches left. ADR 92 discusses alternatives.
+operator. A rank that has finished its batches takes part in rounds until no rank has batches left. ADR 92 discusses
+alternatives.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class ForwardRounds:
             self._is_open = False
 
     def enter(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Take part in rounds until all ranks are about to run the forward pass that this rank is about to run.
+        """Take part in rounds until all ranks are ready to run the forward pass that this rank is about to run.
 
         Called before each forward pass of a sharded model.
         """
@@ -152,7 +153,7 @@ class FSDP(Strategy):
         self._options = options or FSDPOptions()
         self._mesh: DeviceMesh | None = None
         self._moved: dict[int, torch.nn.Parameter] = {}  # sharded parameters, by the IDs of the full parameters
-        self._whole: list[torch.nn.Parameter] = []  # references to the full parameters, so that no ID is reused
+        self._whole: list[torch.nn.Parameter] = []  # references to the full parameters, so their IDs are not reused
         self._skeletons: dict[int, torch.nn.Module] = {}
         self._rounds = ForwardRounds(self._numbers_of_all, self._arguments_of)
         self._has_hook = False
@@ -185,7 +186,7 @@ class FSDP(Strategy):
 
     @contextmanager
     def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
-        """Initialize a module from the meta device with rank 0's values. The `with` block must shard the module.
+        """Allocate a module that is on the meta device, with rank 0's values. The `with` block must shard the module.
 
         After the block, the memory of the full parameters is freed.
         """
@@ -218,8 +219,8 @@ class FSDP(Strategy):
     def _deferrer(self, models: Sequence[torch.nn.Module], may_run_backward: bool) -> Callable[[bool], None] | None:
         """Return a function that turns the deferral of gradient communication on or off.
 
-        Return None if user code may run backward passes. It might stop accumulating gradients early, and gradients that
-        were not reduced in their backward pass cannot be reduced later. So gradients are then reduced in every batch.
+        Return None if user code may run backward passes: gradients are then reduced in every batch. User code might
+        stop accumulating early, and gradients that were not reduced in their backward pass cannot be reduced later.
         """
         if may_run_backward:
             return None
@@ -234,13 +235,14 @@ class FSDP(Strategy):
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Return True if no gradients of earlier batches remain to accumulate into.
 
-        Return False if communication may be deferred. `fully_shard` then stores gradients where they cannot be checked.
+        Always return False if communication may be deferred, because `fully_shard` then stores gradients where they
+        cannot be checked.
         """
         return self.leg.defer is None and super().are_cleared(parameters)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Let ranks run different numbers of forward passes in the `with` block. Models stay sharded."""
+        """In the `with` block, allow ranks to run different numbers of forward passes. Models stay sharded."""
         roots = _roots(models)
         for model in roots:
             repeat_first(model.buffers())
@@ -268,7 +270,7 @@ class FSDP(Strategy):
         return to_device(holder[0], self._device)
 
     def state_of(self, part: Any) -> dict[str, Any]:
-        """Return the full state on rank 0, and a state with None in place of sharded tensors on other ranks.
+        """Return the full state on rank 0. On other ranks, return the state with None in place of sharded tensors.
 
         All ranks must call this.
         """
@@ -316,14 +318,14 @@ class FSDP(Strategy):
         if dist.get_rank():
             return None
         plain = _filled(skeleton, state)
-        for name, buffer in model.named_buffers():  # also copies non-persistent buffers, which the state dict lacks
+        for name, buffer in model.named_buffers():  # includes non-persistent buffers, which the state dict lacks
             owner, _, attribute = name.rpartition(".")
             setattr(plain.get_submodule(owner), attribute, buffer.detach().cpu().clone())
         return without_checkpointing(plain).train(model.training)
 
 
 class _WeightedReduceScatter:
-    """Reduce-scatter that first multiplies this rank's gradients by their weight. `fully_shard` calls it."""
+    """Reduce-scatter for `fully_shard` that first multiplies this rank's gradients by their weight."""
 
     def __init__(self, parallel: FSDP) -> None:
         self._parallel = parallel
@@ -420,7 +422,7 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _divided(entry: Any, parameter: Any) -> Any:
-    """Shard the tensors of an optimizer's state for one parameter like the parameter."""
+    """Shard the tensors in `entry`, an optimizer's state for `parameter`, like the parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
         return copy.deepcopy(entry)
     return {name: _divided_tensor(value, parameter) for name, value in entry.items()}

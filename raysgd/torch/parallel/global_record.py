@@ -1,10 +1,10 @@
 """Detects ranks that do different work in a training call, and replicas whose parameters are no longer in sync.
 
-If a rank calls more or fewer collectives than the others, its calls are paired with wrong calls of the other ranks, or
-its last call waits forever. The collectives do not detect this unless sizes differ. So each rank records its actions
-(gradient all-reduces and optimizer steps), without communication. The driver compares the records, which arrive in
-heartbeats while a call runs and with the result of the call. To compare the replicas after a call, each rank reports
-two checksums for each parameter.
+If a rank calls more or fewer collectives than the other ranks, its calls are matched with the wrong calls on those
+ranks, or its last call waits forever. Collectives detect this only if the tensors' sizes differ. So each rank records
+its actions (gradient all-reduces and optimizer steps), without communication. The driver compares the records, which
+arrive in heartbeats while a call runs and with the result of the call. To compare the replicas after a call, each rank
+reports two checksums for each parameter.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.nn.parameter import is_lazy
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.weight_sums import WeightSums, models_to_compare, tolerance_of
 
-_NUM_MARKS = 32  # running hashes to report; ranks may be that many actions apart, because GPUs lag behind the record
+_NUM_MARKS = 32  # running hashes to report; ranks may be this many actions apart, because GPUs lag behind the record
 _CHUNK = 1 << 16  # elements that a CPU converts at once, to stay in its cache
 _CHUNK_ELSEWHERE = 1 << 24  # elements that a GPU converts at once
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 
 
 class GlobalRecord:
-    """Records the actions of this rank in one call, for comparison with other ranks. Another thread may read it.
+    """Records this rank's actions in one call, to compare them with other ranks' actions. Other threads may read it.
 
     Args:
         number: Number of the call in this worker group, the same on all ranks; 0 before the first call.
@@ -48,7 +48,7 @@ class GlobalRecord:
         self._marks = deque([0], _NUM_MARKS)
 
     def note(self, what: str) -> None:
-        """Record that this rank starts the action named `what`. All ranks must start the same actions in this order."""
+        """Record that this rank starts the action `what`. All ranks must start the same actions in the same order."""
         with self._changing:
             if self._is_open:
                 self._counts[what] += 1
@@ -64,7 +64,7 @@ class GlobalRecord:
 
     @contextmanager
     def of_call(self) -> Iterator[None]:
-        """Stop recording at the end of the `with` block. Mark the record as complete unless the block raises."""
+        """Record actions until the `with` block ends. Then mark the record as complete, unless the block raised."""
         try:
             yield
             self._is_over = True
@@ -78,7 +78,7 @@ def sums_of(
     left_out_of: Callable[[torch.nn.Module], Collection[str] | None],
     is_exact: bool,
 ) -> WeightSums | None:
-    """Return the checksums of all parameters that must be in sync, even frozen ones; None if there are none.
+    """Return the checksums of all parameters, even frozen ones, that must be in sync. None if no parameter must be.
 
     Args:
         models: Registered models, without wrappers.

@@ -1,10 +1,10 @@
-"""Sends one rank's state to other ranks. Each receiver forwards it to the next.
+"""Sends one rank's state to other ranks. Each receiver forwards the state to the next receiver.
 
 Everything except tensors is pickled, and unpickling can run arbitrary code. So pickles are sent only over connections
 on which both sides have proved that they belong to the worker group. Connections of gloo and NCCL do not require this
 proof. If the ranks have a mesh of direct, authenticated connections, everything is sent over the mesh. Otherwise, the
-pickle is sent over the group's board, an authenticated store of messages, and tensors are sent over NCCL through two
-small buffers on the device.
+pickle is sent over the group's board, an authenticated message store, and tensors are sent over NCCL through two small
+buffers on the GPU.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _moving_by_device(device: torch.device, num_bytes: int) -> ChainTransfer:
 
     def move(outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], /) -> None:
         nonlocal sent, received, newest
-        if newest is not None:  # the piece that was received last is sent next, so swapping avoids a copy
+        if newest is not None:  # the latest piece that was received is sent next; swapping the buffers avoids a copy
             sent, received = received, sent
         works = [dist.isend(filled(piece), rank) for rank, piece in outgoing.items()]
         works += [dist.irecv(received[: len(piece)], rank) for rank, piece in incoming.items()]

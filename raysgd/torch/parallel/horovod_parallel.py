@@ -25,7 +25,7 @@ from raysgd.torch.parallel.global_record import GlobalRecord
 from raysgd.torch.parallel.leg import Leg
 from raysgd.torch.parallel.strategy import Strategy, Summation
 
-_NUM_NAMES_OF_SUMS = 8  # names of sums are reused in turn, when no rank can still be waiting for the previous use
+_NUM_NAMES_OF_SUMS = 8  # number of names for sums; a name is reused only after all ranks have finished its previous sum
 
 
 class HorovodByHand(Strategy):
@@ -135,7 +135,7 @@ class HorovodParallel(HorovodByHand):
         return gradient
 
     def _take_state_of_rank_0(self, wrapped: Any) -> None:
-        # Not `hvd.broadcast_optimizer_state`, because it steps the optimizer if the optimizer has no state yet.
+        # Do not use `hvd.broadcast_optimizer_state`, because it steps an optimizer that has no state yet.
         name = f"raysgd.state.{len(self._pairs)}"
         state = self._hvd.broadcast_object(wrapped.state_dict() if self._hvd.rank() == 0 else None, 0, name=name)
         if self._hvd.rank():
@@ -199,7 +199,7 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
     original_synchronize, original_step = cls.synchronize, cls.step
 
     def synchronize(self: Any) -> None:
-        """Wait for gradients that are still being averaged.
+        """Wait until all gradients are averaged.
 
         Usually, the end of the backward pass has already waited.
         """
@@ -226,10 +226,10 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
 
 
 def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
-    """Let the plain optimizer share the wrapped optimizer's parameter groups and state.
+    """Let the user's plain optimizer share the wrapped optimizer's parameter groups and state.
 
-    Learning rate schedulers refer to the plain optimizer, and so change the wrapped one. Stepping the plain optimizer
-    raises an error, because its gradients would not be averaged.
+    Learning rate schedulers refer to the plain optimizer, and their changes then reach the wrapped optimizer. Stepping
+    the plain optimizer raises an error, because its gradients would not be averaged.
     """
 
     def share(optimizer: Any) -> None:

@@ -1,11 +1,12 @@
 """A leg: the part of a training call that one worker group runs. Tracks the current batch and optimizer step.
 
 `StepLoop.begin_leg` creates a leg when a call starts, and another leg when the call continues in a new worker group.
-The strategy's attribute `leg` is the current leg. Between calls, it is an empty leg, for backward passes that user code
-runs there.
+The strategy's attribute `leg` is the current leg. Between calls, it is an empty leg, because user code may run backward
+passes between calls, too.
 
-A backward pass belongs to the batch that was drawn last. It is therefore an error to draw a batch with another weight
-while the previous batch still needs its backward pass. `raysgd.torch.parallel.amounts` explains the weights.
+A backward pass belongs to the batch that the training code requested last. So it is an error to request a batch with a
+different weight while the previous batch still needs its backward pass. `raysgd.torch.parallel.amounts` explains the
+weights.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Leg:
         window: Number of batches in a step. The last step of an epoch or a call may have fewer batches.
         most_parts: Largest number of batches into which a rank may split its share of a global batch.
         shards: Adds up the gradients of logical shards; None without logical shards.
-        is_global: True if gradients are averaged over the ranks, so that a batch is weighted relative to all ranks'.
+        is_global: True if gradients are averaged over the ranks, so that a batch is weighted relative to all ranks'
+            batches.
         watcher: Observer of steps and gradient communication; None for no observer.
 
     Attributes:
@@ -61,17 +63,18 @@ class Leg:
         refresh: Copies rank 0's buffers of unwrapped models to all ranks. It is called before the first part of each
             global batch. None if there are no such models.
         rows: Exchanges metrics between the ranks in each step; None if the ranks exchange no metrics.
-        batch: The batch that was drawn last.
+        batch: The batch that the training code requested last.
         began_at: Time at which this rank requested the batch; 0 once the batch's first backward pass has started.
         own_s: Seconds from `began_at` to the backward pass, summed over all batches. In this time, the rank does not
             wait for other ranks.
         is_used: True if a backward pass was recorded. It stays False if user code computes gradients without the
             library's methods, so that accumulation has no effect.
         counted: Amount by which the batch of the running backward pass is weighted; None if it is weighted by samples.
-        usual: Mean amount of a rank's batch in the last step that was not weighted by samples. The same on all ranks.
-        labels: The last call of a criterion that averages over labels.
-        uncounted: True if a batch was weighted by samples although its loss weights or ignores labels. It is a tensor
-            if the answer is on a GPU.
+        usual: Mean amount of a rank's batch in the latest step that was weighted by something other than samples. The
+            same on all ranks.
+        labels: The latest call to a criterion that averages over labels.
+        uncounted: True if a batch was weighted by samples although its loss weights or ignores labels. A tensor if the
+            value is on a GPU.
         has_clipped: True if gradients were clipped.
         waiting: With accumulation, the amounts of the current step's batches that had a backward pass. None before the
             first such batch, and without accumulation.
@@ -117,7 +120,7 @@ class Leg:
         is_last: bool = True,
         is_last_part: bool = True,
     ) -> None:
-        """Start a batch that was drawn from the data.
+        """Start a batch from the data, which the training code has requested.
 
         Args:
             weight: Weight of this rank's gradient in the mean over the ranks.
@@ -169,7 +172,7 @@ class Leg:
             self.defer(not is_boundary)
 
     def _counts_like(self, weight: float, num_samples: int | None, total: int | None, is_boundary: bool) -> bool:
-        """Return True if the loss of a batch with these values has the same weight as the loss of the last batch."""
+        """Return True if a batch with these values is weighted like the previous batch."""
         last = self.batch
         if (is_boundary, num_samples == 0) != (last.is_boundary, last.is_padding):
             return False
@@ -191,14 +194,15 @@ class Leg:
     def end_stream(self) -> None:
         """Record that no more batches follow.
 
-        Later backward passes belong to no batch, unless the last batch still needs its backward pass.
+        Later backward passes then belong to no batch. However, if the last batch still needs its backward pass, the
+        next backward pass belongs to it.
         """
         self.began_at = 0.0
         if not self._num_waiting:
             self.batch = self.batch.end()
 
     def end_forward(self) -> None:
-        """Stop the measurement of `own_s` for this batch, because ranks wait for each other in a backward pass.
+        """Stop measuring `own_s` (time without waiting) for this batch. Ranks wait for each other in a backward pass.
 
         Called before each backward pass. Only the first call for a batch has an effect.
         """
@@ -224,13 +228,13 @@ class Leg:
         self.end_waiting()
 
     def end_waiting(self) -> None:
-        """Record that the last batch needs no backward pass any more, because it had one or is skipped."""
+        """Record that the latest batch no longer needs a backward pass, because it had one or is skipped."""
         if self.batch.is_waiting:
             self._num_waiting -= 1
             self.batch.is_waiting = False
 
     def skip(self) -> None:
-        """Skip the last batch, which gets no backward pass.
+        """Skip the latest batch, which gets no backward pass.
 
         Raises:
             ValueError: With accumulation, every batch needs a backward pass.
@@ -279,7 +283,7 @@ class Leg:
 
     @property
     def option(self) -> str:
-        """The trainer's option that combines several batches into one step, for error messages."""
+        """Name of the trainer's option that combines several batches into one step, for error messages."""
         return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "micro_batch_size"
 
     def share(self, weight: float | None, num_ranks: int, *, is_of_criterion: bool = False) -> float:
@@ -297,7 +301,7 @@ class Leg:
         batch = self.batch
         total, amount = batch.total if weight is None else None, weight
         if amount is None:
-            total = num_ranks if total is None else total  # `total` is None in user code outside of the library's loops
+            total = num_ranks if total is None else total  # `total` is None outside of the library's training loops
             amount = total / num_ranks * (batch.weight if self.is_global else 1.0)
         if self.waiting is None:
             usual = self.usual if total is None else total / num_ranks
@@ -332,7 +336,7 @@ class Leg:
         self.omitted.note(max(0, batch.index - batch.is_last_part), drawn, own if is_omitted else 0.0)
 
     def stepped(self, optimizer: Any) -> None:
-        """Record that `optimizer` has stepped, so that the next backward pass starts with new gradients."""
+        """Record that `optimizer` has stepped, so that the next backward pass clears the old gradients."""
         self.batch.computed.discard(id(optimizer))
         self.waiting = self.omitted = None
 
@@ -354,7 +358,7 @@ class Leg:
             self.counted, self._is_weighted = None, False
 
     def outgoing_weight(self) -> Any:
-        """Return the factor, a number or a tensor, by which to multiply gradients before other ranks get them."""
+        """Return the factor (a number or a tensor) by which to multiply gradients before they go to other ranks."""
         if self.window > 1 or self._is_weighted:
             return 1.0
         if self.counted is not None:

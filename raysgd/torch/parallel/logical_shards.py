@@ -2,8 +2,8 @@
 
 Floating-point sums depend on the order of the summands. So a global batch, the batch of all ranks together, is cut into
 a fixed number of logical shards. Each rank computes some of the shards, one after another, and stores each shard's
-gradient as a row. Then the rows of all ranks are added in the order of the shards. On CPUs, each rank adds a part of
-every row and sends the sum to all ranks. The result is bit-identical for any number of ranks.
+gradient as a row. Then the rows of all ranks are added in the order of the shards. On CPUs, each rank adds up one
+section of all rows and sends that section's sum to all ranks. The result is bit-identical for any number of ranks.
 
 ADR 98 explains why shards are fixed, and what that costs.
 """
@@ -28,7 +28,7 @@ class LogicalShards:
         num_shards: Number of shards in a global batch.
         rank: Rank of this worker.
         world_size: Number of ranks.
-        models: Models as training calls them, most of them wrapped in `DistributedDataParallel`.
+        models: Models that training calls, most of them wrapped in `DistributedDataParallel`.
 
     Attributes:
         fraction: The current shard's fraction of the global batch's samples.
@@ -75,7 +75,7 @@ class LogicalShards:
         self._num_kept += 1
 
     def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Allocate a row for each shard of this rank, if necessary.
+        """Allocate a row of memory for each of this rank's shards, unless it is already allocated.
 
         A row has the gradients of all parameters, then a flag for each parameter that is 1 if it has a gradient.
         """
@@ -98,7 +98,7 @@ class LogicalShards:
         """
         counts = self._counts()
         self._make_room(parameters)
-        self._rows[self._num_kept :].zero_()  # shards of a short global batch that have no samples
+        self._rows[self._num_kept :].zero_()  # in a short global batch, the last shards have no samples
         sums = self._summed(self._rows[: counts[self._rank]], counts)
         start, flags = 0, sums[-len(parameters) :].tolist()
         for each, has_gradient in zip(parameters, flags, strict=True):
@@ -111,7 +111,8 @@ class LogicalShards:
         """Check that `add_up` was called in the step that has ended.
 
         Raises:
-            ValueError: It was not, because user code computed the gradients itself, so they differ between ranks.
+            ValueError: `add_up` was not called, because user code computed the gradients itself, so they differ between
+                ranks.
         """
         if not self._is_summed:
             raise ValueError(

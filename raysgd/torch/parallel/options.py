@@ -14,8 +14,8 @@ class StepOptions:
     """Options for optimizer steps. `TorchTrainer` has an argument for each of them.
 
     Attributes:
-        accumulate_grad_batches: Number of batches in an optimizer step. The step's gradient equals the gradient of one
-            large batch.
+        accumulate_grad_batches: Number of batches per optimizer step. The step's gradient equals the gradient of one
+            batch with all their samples.
         clip_grad_norm: Largest norm of all gradients of an optimizer; None for no limit.
         clip_grad_value: Largest absolute value of each element of the gradients; None for no limit.
         sync_batchnorm: True to compute the statistics of batch norms over the batches of all workers. Needs GPUs.
@@ -67,8 +67,8 @@ class FSDPOptions:
             that is gathered separately.
         reshard_after_forward: True to reshard blocks between forward and backward pass. False saves communication and
             needs more memory.
-        mp_policy: PyTorch's `MixedPrecisionPolicy`; None for none. Allowed only with `precision="fp32"`.
-        offload_policy: PyTorch's `CPUOffloadPolicy`, which stores a worker's shards in host memory; None for none.
+        mp_policy: PyTorch's `MixedPrecisionPolicy`, or None. Allowed only with `precision="fp32"`.
+        offload_policy: PyTorch's `CPUOffloadPolicy`, which stores a worker's shards in host memory, or None.
     """
 
     min_block_parameters: int = 1_000_000
@@ -77,6 +77,6 @@ class FSDPOptions:
     offload_policy: Any = None
 
     def for_pytorch(self) -> dict[str, Any]:
-        """Return the options to pass to each call of `fully_shard`."""
+        """Return the keyword arguments to pass to each call to `fully_shard`."""
         given = {"mp_policy": self.mp_policy, "offload_policy": self.offload_policy}
         return {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The view of the worker group that sources of batches need: this replica's rank, and sums over the ranks."""
+"""What the sources of batches need to know about the worker group: this replica's rank, and sums over the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raysgd.torch.parallel.strategy import Strategy, Summation
 
 
 class RankSums:
-    """This replica's rank in its worker group, and sums over the group's ranks. A new group needs a new object.
+    """This replica's rank in its worker group, and sums over the group's ranks. Create a new object for each new group.
 
     Args:
         parallel: Strategy that keeps the replicas in sync, which provides the sums.

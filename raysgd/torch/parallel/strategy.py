@@ -43,11 +43,11 @@ def _copied(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Strategy:
-    """The strategy of a single replica, or of replicas that the user keeps in sync. Base class of other strategies.
+    """The strategy for a single replica, or for replicas that the user keeps in sync. Base class of all strategies.
 
     Args:
         has_others: True if there are other ranks.
-        tells_rows: True to exchange rows, the metrics of each rank, between the ranks in each step.
+        tells_rows: True to exchange rows (each rank's metrics) between the ranks in each step.
 
     Attributes:
         synchronizes: True if every optimizer step involves all ranks.
@@ -56,7 +56,7 @@ class Strategy:
             full state.
         leg: Leg, the part of a training call that this worker group runs. Between calls, an empty leg.
         exchanges: Tracks whether the gradient communication of the running step succeeds.
-        exchanged: ID of one parameter of each model whose gradients have been all-reduced completely.
+        exchanged: For each model whose gradients have been all-reduced completely, the ID of one of its parameters.
         record: Records the actions in a call that all ranks must take in the same order; None if ranks may differ.
         forward_context: Returns the context manager, such as autocast, for forward passes.
         shares_frozen: True if all ranks take frozen parameters from rank 0. False if each rank creates the same frozen
@@ -93,7 +93,7 @@ class Strategy:
         return optimizer
 
     def _leave_out(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Copy rank 0's values to all ranks for a model without trainable parameters, which will not be wrapped."""
+        """Copy rank 0's values to all ranks for a model that is not wrapped, as it has no trainable parameters."""
         take_from_first((*(model.parameters() if self.shares_frozen else ()), *model.buffers()))
         self._left_out.append(model)
         return model
@@ -118,7 +118,7 @@ class Strategy:
         watcher: StepWatcher | None = None,
         may_defer: bool = True,
     ) -> Leg:
-        """Create the `Leg` for a call of `train`, or for the rest of a call that continues in a new worker group.
+        """Create the `Leg` for a call to `train`, or for the rest of a call that continues in a new worker group.
 
         Args:
             models: Wrapped models.
@@ -190,7 +190,7 @@ class Strategy:
             self.record = GlobalRecord()
 
     def row_exchange(self, name: str, size: int) -> RowExchange | None:
-        """Return the object that exchanges rows, the metrics of each rank; None if the ranks exchange no rows.
+        """Return the object that exchanges rows (each rank's metrics); None if the ranks exchange no rows.
 
         Args:
             name: Name of this rank.
@@ -252,7 +252,7 @@ class Strategy:
             self.leg.watcher.note_exchange()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average gradients whose all-reduce was deferred to a later batch, although no such batch followed."""
+        """Average gradients whose all-reduce was deferred to a later batch that never came."""
 
     def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Return True if no gradients of earlier batches remain to accumulate into."""
@@ -278,7 +278,7 @@ class Strategy:
         return state
 
     def part_of_state(self, part: Any) -> dict[str, Any]:
-        """Return this rank's state dict of a model or optimizer. If that is sharded, its tensors are shards."""
+        """Return this rank's state dict of a model or optimizer. If they are sharded, the tensors are shards."""
         state: dict[str, Any] = part.state_dict()
         return state
 
@@ -288,7 +288,7 @@ class Strategy:
 
     @property
     def group_beside(self) -> Any:
-        """Separate process group for communication outside of training; None if models are not sharded.
+        """Separate process group for collectives outside of training; None if models are not sharded.
 
         Reading this property is a collective operation, in which all ranks must take part.
         """
@@ -303,7 +303,7 @@ class Strategy:
         load_optimizer(optimizer, state)
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """Return a CPU copy of a model without anything that the library added; None on ranks that get no copy."""
+        """Return a CPU copy of a model without wrappers and hooks of the library; None on ranks that get no copy."""
         return without_checkpointing(_copied(unwrap(model)).cpu())
 
     def all_sum(self, tensor: torch.Tensor) -> None:
@@ -319,13 +319,14 @@ class Strategy:
 
         All ranks must call this method at the same time.
         """
-        # Use a separate process group. In the default group, the ranks might order sums and all-reduces differently.
+        # Use a separate process group. In the default group, ranks might start sums and gradient all-reduces in
+        # different orders.
         start_sum = summation_beside()
         return lambda numbers: start_sum(numbers).wait
 
 
 def quick_group(tensor: torch.Tensor) -> Group | None:
-    """Return the mesh, direct connections between the ranks, to sum a tensor; None if PyTorch is faster."""
+    """Return the mesh (direct connections between the ranks) for summing a tensor; None if PyTorch is faster."""
     group = exchanges_at_once() if tensor.device.type == "cpu" else None
     return group if group is not None and group.is_quick_for(tensor.nbytes) else None
 

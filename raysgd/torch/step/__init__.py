@@ -1,1 +1,1 @@
-"""What belongs to an optimizer step: gradients, learning rate schedulers, and undoing an interrupted batch."""
+"""Everything about optimizer steps: computes gradients, steps learning rate schedulers, undoes interrupted batches."""

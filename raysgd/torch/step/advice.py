@@ -1,9 +1,9 @@
-"""Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would make it hang.
+"""Explains mistakes for which PyTorch raises unclear errors, and detects mistakes that would make PyTorch hang.
 
-Known exceptions of PyTorch get advice in their message. A global batch, the batch of all ranks together, may be split
-into shares of different sizes. All-gathers in user code then compare the tensors' sizes first. Otherwise, gloo would
-crash the process of a rank that receives too much, and NCCL would wait forever. If an epoch contains shares that are
-too small for a batch norm to train on, the epoch is rejected when it starts.
+Advice is added to the message of known PyTorch exceptions. A global batch, the batch of all ranks together, may be
+split into shares of different sizes. All-gathers in user code then compare the sizes of the ranks' tensors first.
+Otherwise, gloo would crash the process of a rank that receives too much, and NCCL would wait forever. An epoch in which
+some shares are too small for a batch norm to train on is rejected when it starts.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ _NAMES = ("allgather", "_allgather_base", "all_gather_single")
 
 @contextmanager
 def comparing_sizes(differ: Callable[[], bool]) -> Iterator[None]:
-    """Compare the sizes of tensors that ranks all-gather during the `with` block. Raise if the sizes differ.
+    """During the `with` block, let all-gathers compare the sizes of the ranks' tensors, and raise if they differ.
 
     Args:
         differ: Returns True if the ranks' shares of the current batch differ in size. Only then are tensors compared.

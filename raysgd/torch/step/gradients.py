@@ -32,7 +32,8 @@ class OwnSteps:
 
     Attributes:
         clips: True if gradients are clipped.
-        check_labels: Function that raises if a loss counts labels unevenly and no weight was passed. None for no check.
+        check_labels: Function that raises if a loss weights or ignores labels and user code passed no weight. None for
+            no check.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class OwnSteps:
         self._undo = [each.remove for each in handles]
 
     def sees(self, optimizer: Any) -> bool:
-        """Return True if the hooks see every step of an optimizer."""
+        """Return True if the hooks are called in every step of an optimizer."""
         return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
 
     def misses_clipping(self, leg: Leg) -> bool:
@@ -99,7 +100,7 @@ class OwnSteps:
             self._bounds.clip_grad_value(parameters, options.clip_grad_value)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called before each step of an optimizer, from library code or user code."""
+        """Pass an optimizer's gradients to callbacks and clip them. Called before each step, even in user code."""
         self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -110,7 +111,7 @@ class OwnSteps:
         self._check_closure(optimizer)
 
         def compute() -> Any:
-            self._parallel.leg.stepped(optimizer)  # each call of the closure must start without gradients
+            self._parallel.leg.stepped(optimizer)  # each call to the closure must start without gradients
             loss = closure()
             self._check_gradients(optimizer)
             return loss
@@ -118,7 +119,7 @@ class OwnSteps:
         return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _check_closure(self, optimizer: Any) -> None:
-        """Raise if an optimizer got a closure, which computes a whole step, and steps need several ranks or batches."""
+        """Raise if steps involve several batches or ranks. Called for a closure, which computes a whole step."""
         name, leg = type(optimizer).__name__, self._parallel.leg
         if leg.is_global:
             raise ValueError(
@@ -150,8 +151,8 @@ class OwnSteps:
             self._clip(optimizer)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        """Called after each step of an optimizer, from library code or user code."""
-        if not self._steps_itself:  # otherwise `Gradients.apply` calls `leg.stepped`, even if it skips the step
+        """Record an optimizer's step and notify callbacks. Called after each step, even in user code."""
+        if not self._steps_itself:  # for steps by the library, `Gradients.apply` calls `leg.stepped`
             self._parallel.leg.stepped(optimizer)
         if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
             return
@@ -180,7 +181,7 @@ _NOTHING = nullcontext()
 
 
 def _silenced(parameters: Iterable[torch.Tensor]) -> ExitStack:
-    """Replace the gradients of parameters by 0 inside the context, for a batch with weight 0, whose loss may be NaN.
+    """In the `with` block, replace gradients with 0, for a batch with weight 0, whose loss may be NaN.
 
     With `find_unused_parameters=True`, `DistributedDataParallel` passes None to hooks of outputs that no loss uses.
     """
@@ -203,14 +204,14 @@ class Gradients:
     # ------------------------------------------------------------------------------------ labels
 
     def note_labels(self, call: LossCall) -> None:
-        """Record a call of a PyTorch loss over labels, so that `backward` knows the number of labels of this loss."""
+        """Record a call to a PyTorch loss that averages over labels, so that `backward` knows their number."""
         if call.amount is None or not torch.is_grad_enabled():
             return
         leg, batch = self._parallel.leg, self._parallel.leg.batch
         if not batch.is_padding:
             batch.amounts.append(call.amount)
         if leg.has_several_batches:
-            leg.labels = call._replace(output=None, target=None)  # large tensors, which must not outlive the batch
+            leg.labels = call._replace(output=None, target=None)  # do not retain the batch's large tensors
             batch.has_uncounted = batch.has_uncounted | (not batch.is_padding and call.is_uneven)
 
     def _weight_of(self, given: Any) -> Any:
@@ -234,7 +235,7 @@ class Gradients:
         return 0.0 if leg.batch.is_padding else weight if isinstance(weight, torch.Tensor) else float(weight)
 
     def check_labels(self) -> None:
-        """Raise if the batch's loss counts labels unevenly and no weight was passed for the batch.
+        """Raise if the batch's loss weights or ignores labels and user code passed no weight for the batch.
 
         Labels on a device are checked when the call ends, because checking them here would wait for the device.
         """
@@ -245,7 +246,7 @@ class Gradients:
                 self.check_counted(leg)
 
     def check_counted(self, leg: Leg) -> None:
-        """Check that no batch was weighted by its samples although its loss counts labels unevenly.
+        """Check that no batch was weighted by its samples although its loss weights or ignores labels.
 
         Raises:
             ValueError: A batch was weighted by its samples, so the gradients differ from those of a single process.
@@ -268,12 +269,12 @@ class Gradients:
         weight: Any,
         trained: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """Compute the gradients of a loss. Clear the old gradients first, unless the new ones add to them.
+        """Compute the gradients of a loss. Clear old gradients first, unless the new gradients add to them.
 
         Args:
             loss: The batch's loss, a mean over its samples or over the units that its weight counts.
             chosen: Optimizers that the loss trains.
-            bystanders: Other optimizers whose gradients are also cleared, because library code has only this loss.
+            bystanders: Other optimizers whose gradients are also cleared, because the batch has no other loss.
             weight: The batch's weight from user code; None if user code passed no weight.
             trained: Function that returns all trained parameters.
         """
@@ -312,7 +313,7 @@ class Gradients:
         leg = self._parallel.leg
         if not self._parallel.synchronizes or (counted is None and not is_further):
             self._precision.backward(loss, optimizer)
-        elif is_further:  # it adds to averaged gradients, which the hook must not weight: weight the loss instead
+        elif is_further:  # the hook must not weight already averaged gradients, so weight the loss
             factor = counted.factor() if counted is not None else leg.batch.weight if leg.window == 1 else 1.0
             with self._parallel.further_pass(self._parameters(cleared)):
                 self._precision.backward(loss * factor, optimizer)
@@ -321,7 +322,7 @@ class Gradients:
                 self._precision.backward(loss, optimizer)
 
     def _note_total(self, counted: Counted, optimizers: list[Any], is_given: bool) -> None:
-        """Store the mean amount per rank. If user code gave all ranks' batches weight 0, skip the optimizers' step."""
+        """Store the mean amount per rank. If user code passed weight 0 on all ranks, skip the optimizers' step."""
         if is_given or counted.is_known:
             total = counted.total
             if is_given and total == 0.0:
@@ -330,7 +331,7 @@ class Gradients:
                 self._parallel.leg.usual = total / self._parallel.num_ranks
 
     def share(self, weight: Any = None, is_given: bool = True) -> float:
-        """Add the batch to its accumulation window. Return the factor for the batch's loss."""
+        """Add the batch to its window (the batches of a step). Return the factor by which to multiply its loss."""
         parallel = self._parallel
         weight = None if weight is None else float(weight)
         return parallel.leg.share(weight, parallel.num_ranks, is_of_criterion=not is_given)
@@ -354,7 +355,7 @@ class Gradients:
             each.zero_grad()
 
     def _check_waiting(self, optimizer: Any) -> None:
-        """Check that the gradients that a loss adds to were not cleared, and that no step can have used them unseen."""
+        """Raise if the gradients that a loss adds to were cleared, or if an optimizer may have used them unnoticed."""
         leg = self._parallel.leg
         if leg.window == 1 and not self._own_steps.sees(optimizer):
             raise ValueError(
@@ -392,13 +393,13 @@ class Gradients:
     # ------------------------------------------------------------------------------------ steps
 
     def complete(self, optimizer: Any) -> None:
-        """Finish an accumulated step's gradients: average them over all batches and all samples that were not left out.
+        """Finish an accumulated step's gradients: average them over all batches, without the samples that were skipped.
 
-        If the total weight is 0, clear the gradients, so that the optimizer does not step. If it is 0 because the loss
-        ignores all labels, set the gradients to 0, as in a single process.
+        If the total weight is 0, clear the gradients, so that the optimizer does not step. However, if the weight is 0
+        because the loss ignores all labels, keep gradients of 0, as in a single process.
 
         Raises:
-            ValueError: This rank leaves samples out, and the other ranks cannot know about it.
+            ValueError: This rank skips samples, and nothing tells the other ranks about it.
         """
         leg, num_ranks, correction = self._parallel.leg, self._parallel.num_ranks, 1.0
         window, omitted, parameters = leg.waiting, leg.omitted, self._precision.parameters(optimizer)
@@ -423,10 +424,10 @@ class Gradients:
                     parameter.grad.mul_(correction)
 
     def _learn_omitted(self, omitted: Omitted) -> None:
-        """Correct by only this rank's omitted samples, because no communication sent the other ranks' numbers.
+        """Count only the samples that this rank skips, because no communication has sent the other ranks' numbers.
 
         Raises:
-            ValueError: This rank omits samples, and the other ranks cannot know about it.
+            ValueError: This rank skips samples, and nothing tells the other ranks about it.
         """
         if self._parallel.num_ranks > 1 and any(omitted.own):
             raise ValueError(
@@ -437,7 +438,7 @@ class Gradients:
         omitted.learn([omitted.own])
 
     def _leave_out(self, optimizers: Iterable[Any]) -> None:
-        """Clear the gradients of optimizers and skip their step, because no batch counts. Warn once."""
+        """Clear the optimizers' gradients and skip their step, because no batch has a weight above 0. Warn once."""
         for each in optimizers:
             self._parallel.leg.batch.left_out.add(id(each))
             for parameter in self._precision.parameters(each):
@@ -463,7 +464,7 @@ class Gradients:
             leg.stepped(optimizer)
 
     def compare_weight(self, metrics: Mapping[str, Any], name: str) -> None:
-        """Warn once if metrics are averaged with a weight that no backward pass of the batch used."""
+        """Warn once if a batch's metrics are averaged with a weight that none of its backward passes used."""
         weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.leg.batch.weights
         if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self._once.is_first("weight"):
             logger.warning(

@@ -1,4 +1,4 @@
-"""Steps the registered learning rate schedulers: after which batches or epochs, and with which metric."""
+"""Steps the registered learning rate schedulers after batches or epochs, with the metrics that they need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VAL_LOSS = "val_loss"
 
 
 def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], list[Any]]:
-    """Return two lists: the schedulers to step after each optimizer step, and those to step after the epoch.
+    """Return two lists: schedulers to step after each optimizer step, and schedulers to step after the epoch.
 
     The default `train_epoch` steps them.
 
@@ -54,7 +54,7 @@ def schedulers_of(operator: Any, validates: bool = False) -> tuple[list[Any], li
 
 
 def _warn_of_end(operator: Any, length: int) -> None:
-    """Warn once that a cosine schedule has ended although training continues, as in a resumed run with more epochs."""
+    """Warn once if a cosine schedule has ended although training continues, as when a resumed run has more epochs."""
     if operator.world_rank == 0 and operator._raysgd.once.is_first("cosine"):
         logger.warning(
             "`CosineAnnealingLR(T_max=%d)` has taken its %d steps, so the learning rate now climbs back to its initial "
@@ -120,7 +120,7 @@ def values_after_validation(
         validated: Metrics of the validation.
 
     Raises:
-        ValueError: Neither call reported a number with such a name.
+        ValueError: Neither training nor validation reported a number under one of these names.
     """
     reported = {**{validation_name(name): value for name, value in validated.items()}, **validated}
     values: dict[str, float] = {}

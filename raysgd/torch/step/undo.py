@@ -1,11 +1,11 @@
 """Undoes an interrupted batch. Copies the state that a batch may change, and restores it if the batch is repeated.
 
-A lost worker breaks the gradient all-reduce of the other ranks in the middle of their batch. At that time, the default
-training code has changed only the models' buffers, because its only all-reduce comes before its only optimizer step.
-User code may have changed any state. So all state is copied before the first batch of each call, and this batch is
-observed. If weights change or an optimizer steps before an all-reduce, all state is copied before each later batch,
-too. A batch that may have changed state that was not copied is never repeated. Instead, the call restarts from the
-snapshot, the last state that the driver has.
+A lost worker breaks the other ranks' gradient all-reduce in the middle of their batch. By then, the default training
+code has changed only the models' buffers, because its only all-reduce comes before its only optimizer step. Custom
+training code, however, may have changed any state. With custom code, all state is therefore copied before the first
+batch of each call, and this batch is observed. If weights change or an optimizer steps before an all-reduce, all state
+is copied before each later batch, too. A batch that may have changed state that was not copied is never repeated.
+Instead, the call restarts from the snapshot, the last state that the driver has.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ _OPEN = (torch.optim.Optimizer, LRScheduler, Precision, torch.amp.GradScaler)
 
 
 class _Watched:
-    """What was observed about the batches of a call, or of the part of the call that one worker group runs.
+    """Observations about a call's batches or, if the worker group changed during the call, the batches since then.
 
     Args:
         models: Modules that are trained.
-        watches_frozen: True to detect frozen parameters that change, such as moving averages of weights.
+        watches_frozen: True to detect changes to frozen parameters, such as moving averages of weights.
         unchanging: IDs of parameters that are known not to change.
 
     Attributes:
         parameters: Parameters of the models.
         buffers: For each buffer of the models, the dict of buffers that contains it and its name.
         frozen: Frozen parameters to check for changes.
-        digests: Digest of each of these parameters, from before the first batch and, later, from its end.
+        digests: Digest of each parameter in `frozen`: from before the first batch and, once that is complete, from its
+            end.
         moving: Frozen parameters that changed in the first batch, by ID.
         copied: Parameters that were copied before the last batch.
         num_usual: Number of gradient all-reduces in the first batch; infinite until it is complete.
@@ -135,7 +136,7 @@ class _OpenBatch:
             if isinstance(container, list):
                 container[:] = content
             else:
-                container.update(content)  # not cleared before, because another thread may be reading the dict
+                container.update(content)  # not cleared first, because another thread may be reading the dict
                 for name in container.keys() - content.keys():
                     del container[name]
         for buffers, name, value in self.places:
@@ -149,13 +150,13 @@ class _OpenBatch:
 
 
 class Undo:
-    """Copies the state that the batches of one rank may change, and restores it.
+    """Copies the state that one rank's batches may change, and restores it after an interrupted batch.
 
     Args:
         models: Modules that are trained, without wrappers.
         optimizers: Optimizers of the modules. The caller calls `note_step` before each of their steps.
         others: Other objects that a batch may change, such as schedulers.
-        followers: Returns objects of callbacks that change when an optimizer steps, such as averages of weights.
+        followers: Returns callbacks' objects that change when an optimizer steps, such as averaged weights.
         copies: True to copy all state before each batch. False to copy only buffers, which is enough for the default
             training code. None to copy all state before the first batch of a call, and to decide for later batches by
             what happens in the first batch.
@@ -197,7 +198,7 @@ class Undo:
         return 0 if self._batch is None else self._batch.num_exchanges
 
     def forget(self) -> None:
-        """Forget the current batch, so that it can no longer be undone."""
+        """Discard the record of the current batch, so that the batch can no longer be undone."""
         self._batch = None
 
     def switch_off(self) -> None:
@@ -217,7 +218,7 @@ class Undo:
     # ---------------------------------------------------------------------------------------------------- in a batch
 
     def begin_batch(self, waiting: Sequence[torch.Tensor] = ()) -> None:
-        """Start a batch. Copy the state that it may change.
+        """Start a batch. Copy the state that the batch may change.
 
         Args:
             waiting: Parameters with gradients of earlier batches that no optimizer has used in a step yet.
@@ -233,7 +234,7 @@ class Undo:
         before = self._ledger.enter(UNDO)
         try:
             self._take(batch, watched, waiting, copies_all)
-        except (MemoryError, RuntimeError) as error:  # PyTorch raises `RuntimeError` if memory is short
+        except (MemoryError, RuntimeError) as error:  # PyTorch raises `RuntimeError` if it cannot allocate memory
             logger.warning(
                 "not enough memory to copy the state that a batch may change, so this worker stops copying. If a "
                 "worker is lost in the middle of a batch, the call restarts from the snapshot. The error was: %s",
@@ -256,7 +257,8 @@ class Undo:
             batch.flags = [(each, each.requires_grad) for each in watched.parameters]
             batch.drawn = rng.capture()
         elif self._watches:
-            # Always copy learning rates and schedules. They are small, and user code may change them early in a batch.
+            # Always copy the states of learning rates and schedulers. They are small, and user code may change them
+            # early in a batch.
             seen |= {id(vars(each)) for each in self._optimizers}
             for content in (*(each.param_groups for each in self._optimizers), *map(vars, self._others)):
                 batch.look_into(content, seen, tensors)
@@ -291,7 +293,7 @@ class Undo:
                 batch.num_collectives = _num_collectives()
 
     def note_return(self) -> None:
-        """Check whether user code called collectives after an optimizer step. If so, copy all state from now on.
+        """If user code called collectives after an optimizer step, copy all state before later batches.
 
         Called when user code has finished its part of the batch. Later collectives come from the library.
         """
@@ -310,9 +312,10 @@ class Undo:
 
     def _end_first(self, batch: _OpenBatch, watched: _Watched) -> None:
         if self._watches and not batch.num_exchanges:
-            return  # a batch without an all-reduce shows nothing, so the next batch is treated as the first
+            return  # without an all-reduce, nothing was learned, so treat the next batch as the first
         if self._watches and not batch.has_stepped and self._copies.differ(watched.copied):
-            # Parameters changed without an optimizer step, perhaps before an all-reduce.
+            # Copy everything from now on, because parameters changed without an optimizer step, perhaps before an
+            # all-reduce.
             self.copies_all = True
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
@@ -333,7 +336,7 @@ class Undo:
         if watched is None or batch.has_stepped:
             return False
         if self._watches and batch.num_exchanges - has_broken >= watched.num_usual:
-            return False  # as many all-reduces succeeded as in the first batch, so user code may have changed weights
+            return False  # all of a batch's usual all-reduces succeeded, so user code may already have changed weights
         return watched.are_unchanged()
 
     def put_back(self) -> None:
@@ -347,7 +350,7 @@ class Undo:
 
 
 class _Copies:
-    """Copies tensors, on their devices, and restores them. The memory of the copies is reused from batch to batch."""
+    """Copies tensors, on their devices, and restores them. Reuses the copies' memory from batch to batch."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -410,13 +413,13 @@ def digests_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row of a tensor, with its bits taken as integers. Any change is very likely to show."""
+    """Return the sum of each row of a tensor, reading its bits as integers. Nearly any change also changes the sums."""
     bits = tensor.detach()
     if bits.is_complex():
         bits = torch.view_as_real(bits).flatten(-2 if bits.ndim else 0)
     size, kinds = bits.element_size(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     has_words = bits.ndim > 0 and bits.is_contiguous() and not bits.storage_offset() * size % 8
-    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # 8-byte words sum up faster
+    kind = torch.int64 if has_words and not bits.shape[-1] * size % 8 else kinds[size]  # summing 8-byte words is faster
     return bits.view(kind).sum(-1, dtype=torch.int64)
 
 
