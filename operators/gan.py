@@ -209,7 +209,7 @@ class GANOperator(TrainingOperator):
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, let gradients flow through the model, but compute and all-reduce none for its parameters."""
+    """Inside the block, let gradients flow through the model, but skip the gradients of its parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

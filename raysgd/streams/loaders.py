@@ -1,7 +1,7 @@
 """Builds one worker's batches: on demand in the worker, or ahead of time in loader processes.
 
-Each loader process reads some of the worker's lanes. It is forked, so the stream does not need to be picklable. It
-holds no state that must be saved: after a failure, prefetched batches are rebuilt.
+Each loader process reads some of the worker's lanes. It is forked, so the stream does not need to be picklable. A
+loader process holds no state that must be saved: after a failure, prefetched batches are rebuilt.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BatchMaker:
         collate: Combines a list of rows into a batch.
 
     Attributes:
-        num_ahead: Number of global batches to order in advance.
+        num_ahead: Number of global batches to request in advance.
     """
 
     num_ahead = 0
@@ -233,7 +233,7 @@ class _LoaderProcess:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(maker, theirs, begin), name="raysgd-loader", daemon=True)
         self._process.start()
-        theirs.close()  # only the process may hold this end, so that the worker notices when the process ends
+        theirs.close()  # only the loader process may hold this end, so that the worker notices its exit
 
     def send(self, order: BatchOrder) -> None:
         try:
@@ -292,7 +292,7 @@ def _send(connection: Connection[Any, BatchOrder], answers: SimpleQueue[Any]) ->
 
 
 def end_with_parent() -> None:
-    """Exit this process once its parent has exited. Does nothing on systems without `os.pidfd_open`, unlike Linux."""
+    """Exit this process once its parent has exited. Do nothing on systems other than Linux, without `os.pidfd_open`."""
     gc.freeze()  # garbage inherited from the parent may refer to threads that do not exist here
     try:
         handle = os.pidfd_open(os.getppid())  # type: ignore[attr-defined, unused-ignore]
@@ -331,7 +331,7 @@ class ArrayCollate:
 
 
 def _built(parts: list[Any], leaf: Callable[[Any], Any]) -> Any:
-    """Return a structure like that of each part, whose leaves combine the corresponding leaves of all parts."""
+    """Combine the corresponding leaves of all parts with `leaf`, and return them in the structure of one part."""
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: _built([part[name] for part in parts], leaf) for name in first}

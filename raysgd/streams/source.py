@@ -207,7 +207,7 @@ class StreamSource:
         no_batch: Yielded in place of a batch without rows.
 
     Attributes:
-        left_out: Number of rows of the pass that were left out because they could not be read.
+        left_out: Number of rows in the pass that were skipped because they could not be read.
     """
 
     is_divided: ClassVar[bool] = True
@@ -232,7 +232,7 @@ class StreamSource:
 
     @property
     def most_batches(self) -> int:
-        """Number of successive batches that a rank takes in a global step."""
+        """Maximum number of batches that a rank processes one after the other in a global step."""
         shares: Any = self._shares
         return int(shares.num_batches(self.data.batch_size))
 
@@ -246,7 +246,7 @@ class StreamSource:
         return self.data.divide(self.data.batch_size, self._ranks.world_size)
 
     def join(self, ranks: StreamGroup) -> None:
-        """Join a group of workers. If lane lengths are unknown, the ranks all-reduce what they see of the lanes."""
+        """Join a group of workers. If lane lengths are unknown, the ranks tell each other where lanes end."""
         self._ranks = ranks
         is_needed = ranks.world_size > 1 and not self.data.open_pass(0, self.seed).is_known
         self._start_sum = ranks.adding() if is_needed else alone
@@ -300,20 +300,20 @@ class StreamSource:
             logger.warning("epoch %d was to continue after %d rows, and has none left", pass_index + 1, consumed)
 
     def _own_items(self, of_pass: StreamPass) -> Iterator[Any]:
-        """Yield the items of an evaluation of unknown length. Each rank reads only the lanes that it watches."""
+        """Yield this rank's items for an evaluation of unknown length. Each rank reads only its watched lanes."""
         size, watched = -(-self.data.batch_size // self._ranks.world_size), self._watched(of_pass)
         loading, shares = partial(self._loading, of_pass, watched), self.data.divide(size, 1)
         for batch in GlobalReader(of_pass, shares, 0, StreamPosition(), watched, loading, pad=False):
             yield self._item(batch.batch, 1.0, batch.num_rows, batch.num_rows)
 
     def _seeds(self, pass_index: int, consumed: int, batch: StreamBatch) -> tuple[int, int]:
-        """Return the random seeds for a logical shard, based on its first row, and for after the step's last shard."""
+        """Return the random seed for a logical shard, and the seed to set after the step's last logical shard."""
         places = (consumed + batch.start, consumed)
         own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in places)
         return own, of_step
 
     def _note(self, batch: StreamBatch) -> None:
-        """Store the position after a global batch. Training reports later how many of these steps are done."""
+        """Store the position after a global batch, because the trainer learns later which batches were trained on."""
         num_rows = batch.after.num_rows
         self._positions[num_rows], self.left_out = batch.after, batch.after.left_out
         if len(self._positions) > _NUM_POSITIONS:
@@ -324,20 +324,20 @@ class StreamSource:
                 logger.warning("%d rows could not be read and were left out of this pass", self.left_out)
 
     def layout(self, consumed: int, is_mid_pass: bool) -> dict[str, Any]:
-        """Return plain data from which a step's rows can be determined later. See `raysgd.journal`."""
+        """Return the batch size and the position, from which `raysgd.journal` later determines a step's rows."""
         return {"kind": "stream", "batch_size": self.data.batch_size, **self.state(consumed, is_mid_pass)}
 
     @property
     def num_samples(self) -> int | None:
-        """Number of rows of the pass over all ranks; None if it is unknown."""
+        """Number of rows in the pass, over all ranks; None if it is unknown."""
         return self._end
 
     def num_steps(self) -> int | None:
-        """Return the number of steps in the pass, counted from where it was opened; None if it is unknown."""
+        """Return how many steps the pass has from the position at which it was opened; None if unknown."""
         return None if self._end is None else -(-(self._end - self._opened_at) // self.data.batch_size)
 
     def consumed_after(self, num_steps: int) -> int:
-        """Return how many rows of the pass all ranks have used, `num_steps` steps after it was opened."""
+        """Return how many of the pass's rows all ranks have used `num_steps` steps after the pass was opened."""
         rows = self._opened_at + num_steps * self.data.batch_size
         return rows if self._end is None else min(rows, self._end)
 

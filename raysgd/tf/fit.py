@@ -77,7 +77,7 @@ class FitStream:
         self.passes = passes
         self.place: FitPlace | None = None
         self.logs: Mapping[str, float] = {}  # reported by the most recently finished `fit`
-        self.measures = False  # True while the model's metrics cover the current epoch
+        self.measures = False  # True once the model's metrics hold the current epoch's values
         self.has_begun = False  # True if `on_train_begin` of this process's callbacks was called
         self.steps_per_execution = 1
         self.at_boundary: Callable[[], None] | None = None
@@ -137,14 +137,14 @@ class FitStream:
             self.place = replace(self.place, is_over=True)
 
     def end(self) -> None:
-        """Forget the position at the end of a training call, so that the next call starts a new `fit`."""
+        """Discard the position when a training call ends, so that the next call starts a new `fit`."""
         self._close()
         self.has_begun = False
         if self.place is not None:
             self.logs, self.place = self.place.logs, None
 
     def break_off(self) -> None:
-        """Record the position before the interrupted step, which will be repeated."""
+        """After an interrupted step, store the position before that step, which will be repeated."""
         if self.place is not None:
             self.place = self._present_place()
         self._close()
@@ -161,7 +161,7 @@ class FitStream:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
 
     def begin_fit(self, first_epoch: int) -> bool:
-        """Prepare for a `fit`. Return True if an interrupted `fit` is resumed."""
+        """Prepare for a `fit`. Return True if it resumes an interrupted `fit`."""
         if self.place is None:
             self.go_to_next_pass()
             self.place = FitPlace(first_epoch, num_passes=self.passes.num_begun)
@@ -170,7 +170,7 @@ class FitStream:
         return True
 
     def go_to_next_pass(self) -> None:
-        """If a state was restored, go to the pass at which the next `fit` must start."""
+        """If a state was restored, move the dataset to the pass in which the next `fit` must start."""
         if self._num_passes_elsewhere is not None:
             self.passes.go_to(self._num_passes_elsewhere)
         self._num_passes_elsewhere = None
@@ -331,9 +331,9 @@ def one_part(
     Args:
         model: The model to train.
         callbacks: The user's callbacks.
-        measures: True to continue the model's metrics in the first epoch instead of resetting them.
+        measures: True to keep the values of the model's metrics when the first epoch starts, instead of resetting them.
         silenced: Callback methods that must not be called in this part, because another part calls them.
-        is_last: True for the last part, at whose end the optimizer writes its averages into the model.
+        is_last: True for the last part. When that part ends, the optimizer writes its averaged weights into the model.
     """
 
     def nothing() -> None:
@@ -356,4 +356,4 @@ def one_part(
 
 
 def _nothing(*arguments: Any, **named: Any) -> None:
-    """Replaces a method that must not be called in this part of a `fit`."""
+    """Do nothing. Replaces a callback method that must not run in this part of a `fit`."""

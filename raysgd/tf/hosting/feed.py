@@ -1,4 +1,4 @@
-"""Provides a replica's batches: creates the source for each dataset, and tells whether its order can be repeated."""
+"""Provides a replica's batches: creates each dataset's source, and reports whether its order can be repeated."""
 
 from __future__ import annotations
 
@@ -146,10 +146,10 @@ class TFFeed(feed.DataFeed):
         self._is_regrouped = True
 
     def align_validation(self) -> None:
-        """Reset a shuffled validation dataset to its first order if ranks may otherwise have different orders.
+        """Reset a shuffled validation dataset to its first order if the ranks' orders may differ.
 
-        They do after workers were replaced, because a new worker starts with the first order. They also may if the
-        training dataset contains the same shuffle, because each pass over it changes the order.
+        Orders differ after workers were replaced, because a new worker starts with the first order. They may also
+        differ if the training dataset contains the same shuffle, because each pass over it changes the order.
         """
         internals = self._operator_of()._raysgd
         data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False
@@ -181,5 +181,5 @@ class TFFeed(feed.DataFeed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Replaces a dataset that was not registered. Raises an error as soon as a batch is drawn."""
+    """Return an iterator in place of a dataset that was not registered. It raises an error when a batch is drawn."""
     raise NoDataError(f"`{name}` was not registered: pass it to `register_data` in `setup`.")

@@ -89,7 +89,7 @@ class TFHostedOperator(hosted.HostedOperator):
         return self.facts()
 
     def _make_operator(self, makes_fit: bool) -> TrainingOperator:
-        """Run the user's `setup` or creator functions, with the same seeds on all ranks."""
+        """Create the operator and run the user's `setup` or creator functions, with the same seeds on all ranks."""
         settings = self.settings
         seed_alike(settings.seed)
         naming.begin_names()
@@ -161,7 +161,7 @@ class TFHostedOperator(hosted.HostedOperator):
         learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
-        """If the operator's `warms_up` allows it, train on zeros, so that work such as tracing is done in advance."""
+        """Train on zeros to do work such as tracing in advance, if the operator's `warms_up` allows it."""
         operator = self.operator
         if not operator.warms_up or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
@@ -290,7 +290,7 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
 
 
 def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
-    """Try to do work ahead of time that the first step would do anyway. Return True if it worked.
+    """Try to do some of the first step's work ahead of time. Return True if it succeeded.
 
     Args:
         what: Describes the work, for the log.
@@ -311,7 +311,7 @@ def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
 
 
 def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
-    """Trace the user's own `train_step`, which creates the variables of each optimizer. Return True if it worked."""
+    """Create each optimizer's variables by tracing the user's `train_step`. Return True if tracing succeeded."""
     model = operator._models[0]
     if model.run_eagerly or not registration.has_own_train_step(model):
         return False

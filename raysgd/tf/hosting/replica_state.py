@@ -67,7 +67,7 @@ class KerasState(ReplicaState):
 
     def check_own(self, own: Sequence[Any]) -> None:
         seeds = self._seeds()
-        if len(own) == len(seeds):  # otherwise, the saved seeds are those of a model with other layers; ignore them
+        if len(own) == len(seeds):  # otherwise, ignore the saved seeds: that model had different layers
             _check_fit(seeds, own, "the random generators")
 
     def restore_own(self, own: Sequence[Any]) -> None:

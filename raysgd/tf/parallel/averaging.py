@@ -1,4 +1,4 @@
-"""Averages the gradients of all ranks, weighted by samples, in one all-reduce per step."""
+"""Averages gradients across all ranks, weighted by samples, in one all-reduce per step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ExchangeRecord:
             self._left_at = None
 
     def own_so_far(self) -> float:
-        """Return `own_s` plus the time since the last exchange. It keeps growing if user code hangs."""
+        """Return `own_s` plus the time since the last exchange. The result keeps growing if user code hangs."""
         own_s, left_at = self.own_s, self._left_at
         return own_s + (0.0 if left_at is None else time.perf_counter() - left_at)
 
@@ -99,12 +99,12 @@ class ExchangeRecord:
             raise cause from error
 
     def note_error(self, error: BaseException) -> None:
-        """Record an exception for `surfacing_errors`, because TensorFlow will replace it. Only the first is stored."""
+        """Record an exception for `surfacing_errors`, because TensorFlow will replace it. Store the first one only."""
         self._error = self._error or error
 
     @contextmanager
     def noting(self, *kinds: type[BaseException]) -> Iterator[None]:
-        """Record exceptions of these classes from the block for `surfacing_errors`."""
+        """If the block raises an exception of these classes, record the exception for `surfacing_errors`."""
         try:
             yield
         except kinds as error:
@@ -183,7 +183,7 @@ class GradientAverager:
         self._full_step = None
 
     def average(self, gradients: Sequence[Any], repeat: Exchange) -> list[Any]:
-        """Return the mean of all ranks' gradients, as tensors. None stays None.
+        """Return the mean of all ranks' gradients, as tensors. A None in `gradients` stays None.
 
         Args:
             gradients: This rank's gradients.

@@ -25,8 +25,8 @@ class TFStep:
         num_global: Number of samples of all ranks in the step, or 0 if unknown.
         weights: Sums of the sample weights of this rank and of all ranks. 0 without sample weights.
         began_at: Time at which the loop started to draw the batch.
-        usual: Functions that repeat the all-reduces of the last step without samples. Steps without all-reduces are
-            ignored.
+        usual: Functions that repeat the last step's all-reduces with zero samples from this rank. Steps without
+            all-reduces are ignored.
     """
 
     num_samples: int | None = None
@@ -47,7 +47,7 @@ class TFStep:
         self._is_last_waiting = True
 
     def confirm(self) -> None:
-        """End the step. Batches that were drawn but not trained on stay open, for `use`."""
+        """End the step. A drawn batch stays open until user code trains on it."""
         if not self._waiting:
             self.num_samples = None
 
@@ -55,7 +55,7 @@ class TFStep:
         """Do nothing when the call has no more batches."""
 
     def forget(self) -> None:
-        """Forget the current batches at the end of a call.
+        """Discard the open batches when a call ends.
 
         Steps that user code takes between two calls then do not count as steps on the call's data.
         """
@@ -84,7 +84,7 @@ class TFStep:
         return self.num_samples
 
     def skip(self) -> None:
-        """Close the last batch: it has been trained on, or will not be. Further calls do nothing."""
+        """Close the last batch, because user code has trained on it or skips it. Further calls do nothing."""
         if self._is_last_waiting:
             self._waiting.pop()
             self._is_last_waiting = False
