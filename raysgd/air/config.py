@@ -216,7 +216,7 @@ class RunConfig:
         self._check()
 
     def _take_over_place(self) -> None:
-        """Merge `sync_config.upload_dir` and `local_dir`, the former names of `storage_path`, into `storage_path`."""
+        """Move `sync_config.upload_dir` or `local_dir`, the former names of `storage_path`, into `storage_path`."""
         _check_place("storage_path", self.storage_path)
         _check_place("local_dir", self.local_dir)
         if self.local_dir is not None and self.storage_path not in (None, self.local_dir):
@@ -402,7 +402,7 @@ class ScalingConfig:
 
     @property
     def trainer_bundle(self) -> dict[str, float]:
-        """Resources of the trial besides its workers, without zero amounts."""
+        """The trial's own resources, not counting its workers, without zero amounts."""
         return {"CPU": 1.0} if self.trainer_resources is None else _without_zeros(self.trainer_resources)
 
     @property
@@ -520,7 +520,7 @@ _GIB = 1 << 30
 class DatasetConfig:
     """Decides how a trainer handles one dataset.
 
-    A value of None means the value from the trainer's own `DatasetConfig`, or else the default.
+    If a value is None, the value from the trainer's own `DatasetConfig` applies, or else the default.
 
     Attributes:
         fit: True to fit the preprocessor on the dataset. Default: True for `train`, False for other datasets.

@@ -1,4 +1,4 @@
-"""Reports: their options, the metrics that the driver adds, and information about nodes that will be taken away."""
+"""A training function's reports: their options, metrics that the driver adds, and news of nodes about to be lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckpointUploadMode(Enum):
 
 @dataclass(frozen=True)
 class PreemptionInfo:
-    """Nodes with workers that are about to be taken away.
+    """Nodes that the cloud is about to take away, and the ranks on these nodes.
 
     Attributes:
         deadline_ms: Earliest time at which a node is taken away or the run ends, in milliseconds of Unix time; None if
@@ -149,7 +149,7 @@ def _number(value: Any) -> float:
 
 
 class MetricsFiller:
-    """Adds the same values to each report as Ray Tune: counters, times, host and config.
+    """Adds to each report the values that Ray Tune adds: counters, times, host and config.
 
     Args:
         trial_id: Id of the trial.
@@ -179,7 +179,7 @@ class MetricsFiller:
         self._last = self._clock()
 
     def fill(self, metrics: Mapping[str, Any], checkpoint_name: str | None) -> dict[str, Any]:
-        """Return the complete report. Overwrite the function's values for the keys in `_REPLACED`."""
+        """Return the function's metrics and the added values as one report. Keys in `_REPLACED` are overwritten."""
         now = self._clock()
         self._warn_of_replaced(metrics)
         reported = metrics.get(TIME_THIS_ITER_S)

@@ -38,7 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def function(func: Function) -> Function:
     """Return `func` unchanged.
 
-    Programs written for early versions of Ray Tune use this to mark a function as a plain value in a config, which Tune
-    would otherwise have called to draw a value.
+    Early versions of Ray Tune called functions in a config to draw values. Programs written for these versions use this
+    to mark a function that Tune must not call.
     """
     return func

@@ -57,7 +57,7 @@ class Datasets:
                 self._known[key] = kind
 
     def kind_of(self, value: cst.BaseExpression) -> Kind | None:
-        """Return whether an expression is a dataset or a shard, or None if the source does not show either."""
+        """Return the kind of an expression, dataset or shard, or None if the source does not show which it is."""
         if not isinstance(value, cst.Call):
             return next((self._known[key] for key in self._keys_of(value) if key in self._known), None)
         names = self._names_of(value.func)

@@ -79,7 +79,10 @@ class OldNames(cst.CSTTransformer):
         self._methods: dict[cst.CSTNode, str] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Start collecting comments for a statement. The nodes visited until `on_leave` belong to it."""
+        """Start collecting comments for a statement.
+
+        Nodes that are visited until `on_leave` belong to this statement.
+        """
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
             self._lost.append([])
@@ -90,7 +93,7 @@ class OldNames(cst.CSTTransformer):
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Insert the comments collected for a statement above it.
 
-        These describe what only a person can rewrite, and include the program's comments that the rewrite dropped.
+        The comments say what a person must rewrite. They include the program's comments that the rewrite removed.
         """
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
