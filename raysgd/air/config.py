@@ -105,7 +105,7 @@ class FailureConfig:
     Attributes:
         max_failures: Maximum number of restarts from the last checkpoint. 0, the default, ends the run at the first
             failure; -1 sets no limit. Worker deaths and exceptions in your function both count as failures. In `fit`,
-            each new checkpoint resets the count to 0, until your function raises its first exception.
+            each new checkpoint resets the count to 0, but no longer once your function has raised an exception.
         fail_fast: For runs of several trials. True ends all trials when one fails; "raise" raises the trial's error
             immediately.
 

@@ -116,7 +116,7 @@ OF_TRIAL = frozenset({"config", "trial_id", "experiment_tag"})
 """Report keys that identify the trial."""
 
 OF_PLACE = frozenset({"date", "pid", "hostname", "node_ip"})
-"""Report keys for the time, process and machine of a report. They are not metrics."""
+"""Report keys that say when, and in which process and machine, a report was made. They are not metrics."""
 
 FILLED_IN = (
     OF_TRIAL
@@ -133,7 +133,7 @@ FILLED_IN = (
         "time_since_restore",
     }
 )
-"""All keys that raysgd adds to reports. They are not metrics of the user."""
+"""All keys that raysgd adds to reports. They are not the user's metrics."""
 
 _REPLACED = FILLED_IN - {DONE, SHOULD_CHECKPOINT, TIMESTAMP, TIME_THIS_ITER_S}
 """Keys whose reported values are overwritten. For the other keys in `FILLED_IN`, a reported value is kept."""

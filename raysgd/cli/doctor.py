@@ -204,7 +204,7 @@ def _own_address() -> str:
 
 
 def check_private_names() -> Iterator[CheckResult]:
-    """Check that installed packages still have the private names that raysgd uses.
+    """Check that installed packages still have the private functions and attributes that raysgd uses.
 
     Only packages that are newer than the versions that raysgd was tested with are checked.
     """

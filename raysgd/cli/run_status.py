@@ -35,7 +35,7 @@ _MOST_METRICS = 4
 _MOST_FOLDERS = 3
 _SILENT_S = 600.0
 _NOT_OF_USER = FILLED_IN | {"epoch", "experiment_id", "timesteps_total"}
-"""Values of a report that raysgd or Ray added. They are not user metrics."""
+"""Report keys that raysgd or Ray added, so they are not the user's metrics."""
 
 EXPECTED = (
     "Expected one of: the folder of a run of `fit()` (with `result.json`) or the one above it (with `run.json`); the "

@@ -193,7 +193,7 @@ _INSIDE_RAY = {
     ),
     "ray.tune.suggest.zoopt": ("ray.tune.search.zoopt", "ZOOptSearch"),
 }
-"""Old names that current Ray has in other modules. They are replaced with these names of Ray."""
+"""Old names that current Ray has in other modules. The rewrite replaces them with Ray's current names."""
 _EXPERIMENTAL = "ray.experimental.sgd"
 _FORMERLY = ("", ".pytorch", ".tf", ".utils")
 """Submodules of `ray.util.sgd` that were in `ray.experimental.sgd` before."""
@@ -203,7 +203,7 @@ _BESIDE_SGD = {
         "LocalIterator ParallelIterator from_items from_iterators from_range",
     ),
 }
-"""Names that current Ray has, too. In programs that also use names in `_SGD`, they are replaced with raysgd's names,
+"""Old names that current Ray still has. In programs that also use names in `_SGD`, raysgd's names replace them,
 because Ray's and raysgd's objects do not work together."""
 
 _TRAIN: dict[str, tuple[str, str]] = {
@@ -329,7 +329,7 @@ _KEPT_BY_RAY = {
     "ray.ml.train.integrations.lightgbm": ("ray.train.lightgbm", "LightGBMTrainer"),
     "ray.ml.train.integrations.xgboost": ("ray.train.xgboost", "XGBoostTrainer"),
 }
-"""Old names that stay Ray's if the program uses a trainer that only Ray has, with their modules in current Ray."""
+"""Old names, with their modules in current Ray. If a program uses a trainer that only Ray has, they stay Ray's."""
 _GROUPS: dict[Group, dict[str, tuple[str, str]]] = {
     "sgd": {**_SGD, **_BESIDE_SGD, **_INSIDE_RAY},
     "train": _TRAIN,

@@ -44,7 +44,7 @@ class Dataset:
     """
 
     keeps_position = True
-    """Tells trainers that each worker continues its shard in the next call of `train` instead of restarting it."""
+    """Tells trainers that each worker continues its shard in the next call to `train` instead of restarting it."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
-"""Starts an all-reduce sum. Returns a function that waits for it and returns the result."""
+"""Function that starts an all-reduce sum, and returns a function that waits for the result and returns it."""
 _NUM_SHOWN = 2  # number of padding rows; two, because batch normalization raises an error for a single row
 
 

@@ -317,7 +317,7 @@ class LaneReader:
 Place: TypeAlias = int | LanePosition
 """A place in a lane.
 
-If shard lengths are known, the number of rows used from the lane so far. Otherwise, the position.
+It is the number of rows used from the lane so far if shard lengths are known, and a `LanePosition` otherwise.
 """
 
 

@@ -201,9 +201,9 @@ class StreamSource:
         ranks: The workers that read the stream together.
         seed: Seed for the row order of every pass. It must be identical on all ranks.
         collate: Combines a list of rows into a batch.
-        item: Builds the yielded items. Called with the batch, its gradient weight, its number of rows that count, the
-            number of rows of all ranks, whether it is the first batch of a global step, whether it is the last, the
-            seeds of its logical shard, and whether the pass ends.
+        item: Builds each item that the source yields. Called with the batch, the batch's gradient weight, its number of
+            rows that count, the number of rows of all ranks, whether it is the first batch of a global step, whether it
+            is the last, the seeds of its logical shard, and whether the pass ends.
         no_batch: Yielded in place of a batch without rows.
 
     Attributes:

@@ -32,7 +32,7 @@ class FitPlace:
         num_passes: Number of passes over the dataset that were started before the current pass.
         num_batches: Number of batches of the current pass used so far. With `steps_per_epoch`, a pass may span several
             epochs, so this may exceed `num_steps`.
-        logs: Latest value of each metric that earlier epochs reported.
+        logs: The latest value of each metric that Keras has reported in earlier epochs.
         is_over: True if `fit` has finished, because all epochs are done or a callback stopped it.
     """
 
@@ -100,7 +100,10 @@ class FitStream:
 
     @property
     def is_whole(self) -> bool:
-        """True between two steps. With `steps_per_execution`, true only between two executions."""
+        """True between two steps.
+
+        With `steps_per_execution`, which runs several steps in one graph, true only between runs.
+        """
         return self._num_exchanges % (self._exchanges.num_per_step * self.steps_per_execution) == 0
 
     @property
@@ -131,7 +134,7 @@ class FitStream:
         return iter(())
 
     def settle(self) -> None:
-        """Record that Keras's `fit` has finished. The ranks' final collectives may still fail."""
+        """Record that Keras's `fit` has finished, although the ranks' final collectives may still fail."""
         self._close()
         if self.place is not None:
             self.place = replace(self.place, is_over=True)

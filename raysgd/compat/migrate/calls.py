@@ -60,7 +60,7 @@ RENAMED = {
     _RUN: {"local_dir": "storage_path"},
     _EXPERIMENT: {"local_dir": "storage_path"},
 }
-"""For each Ray function, the arguments that have another name in current Ray."""
+"""For each Ray function, the arguments that were renamed in current Ray."""
 _TRIALS_OF = "leave it out, and take `.trials` of what `ray.tune.run` returns"
 _CALLBACKS = "pass `callbacks=[...]`"
 _STORAGE = 'pass `storage_path="s3://..."`'
@@ -89,7 +89,7 @@ _TO_REPLACE = {
     "ray.train.xgboost.XGBoostTrainer": _OF_TREES,
     "ray.train.lightgbm.LightGBMTrainer": _OF_TREES,
 }
-"""Arguments that have a replacement."""
+"""For each Ray function, arguments that current Ray rejects, each with its replacement."""
 RETIRED = {
     function: {
         **dict.fromkeys(_TO_LEAVE_OUT.get(function, "").split(), "leave it out"),

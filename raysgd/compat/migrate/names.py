@@ -55,7 +55,7 @@ class OldNames(cst.CSTTransformer):
 
     Attributes:
         needs: Modules to import for the rewritten names.
-        dropped_ray: True if an import that bound `ray` binds `raysgd` instead.
+        dropped_ray: True if the rewrite changed an import of `ray` to an import of `raysgd`.
         trainers_of_ray: Names of trainers that Ray has and raysgd lacks, each with its line.
         has_trainers: True if the program uses a raysgd trainer.
     """

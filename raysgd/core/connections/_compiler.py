@@ -31,7 +31,7 @@ from raysgd.exceptions import OnFailure
 logger = logging.getLogger(__name__)
 
 SWITCH = "RAYSGD_EAGER_COMPILER"
-"""The environment variable that turns the stand-in off."""
+"""The environment variable that disables the stand-in for PyTorch's compiler."""
 
 _NAME = "torch._dynamo"
 _KEPT = "__dynamo_disable"  # attribute in which PyTorch caches the result of `disable` on one of its functions

@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamItem:
-    """A batch of one replica.
+    """One replica's batch, with the sample counts and weights that scale its gradients.
 
     Attributes:
         batch: The batch's tensors.
         num_samples: Number of this rank's samples in the step. 0 if the batch is padding.
-        num_global: Number of samples of all ranks in the step, or 0 if unknown.
-        weights: Sums of the sample weights of this rank and of all ranks. 0 without sample weights.
+        num_global: The step's total number of samples over all ranks, or 0 if unknown.
+        weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
     """
 
     batch: Any
@@ -108,7 +108,8 @@ class TFDividedSource:
         sharding: "global" if a batch is a global batch, "worker" if a batch is for one worker.
         world: This rank and the number of ranks.
         pads: Whether a rank without samples gets padding, so that it takes part in the step. Training requires this.
-        num_global: Number of the dataset's batches per step with "worker" sharding. Default: the number of workers.
+        num_global: With "worker" sharding, how many of the dataset's batches a step takes. Default: the number of
+            workers.
         seed: Seed that determines the order of a shuffled dataset.
     """
 
@@ -265,7 +266,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
             the other ranks' collectives. Its argument is a padding batch, which provides the shapes.
 
     Attributes:
-        consumed: Number of samples of all ranks in the current pass's batches so far.
+        consumed: Number of samples that all ranks together have used in the current pass so far.
     """
 
     consumed = 0

@@ -43,7 +43,8 @@ class TFFeed(feed.DataFeed):
         synchronizer: Holds the current step and the group, and takes part in steps in which this rank has no samples.
         world: This rank and the number of ranks.
         seed: Seed that determines the order of shuffled datasets.
-        num_global: Number of a dataset's batches per step with "worker" sharding. Default: the number of workers.
+        num_global: With "worker" sharding, how many of a dataset's batches a step takes. Default: the number of
+            workers.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class TFFeed(feed.DataFeed):
         return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_place(self, world: World) -> None:
-        """Reshard the data from the current position on, because this replica has another rank in another group."""
+        """Reshard the remaining data after this replica has moved to another group, where its rank may differ."""
         self.go_to(self.epoch, self.position())
         self._world = world
         self._is_regrouped = True

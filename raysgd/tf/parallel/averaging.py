@@ -20,7 +20,7 @@ _EQUAL_WEIGHTS = 1e-6
 """Maximum difference from 1 at which the sum of the ranks' weights counts as 1, so that no division is needed."""
 
 REFUSALS = (IncompatibleModelError, InvalidRegistrationError)
-"""Errors for user mistakes that raysgd raises while a step is traced, inside TensorFlow."""
+"""Exceptions for user mistakes. raysgd raises them while TensorFlow traces a step."""
 
 _ALIGNMENT = 64
 """Alignment of gradients in the buffer, in bytes. With this alignment, TensorFlow uses them without a copy."""

@@ -29,7 +29,7 @@ from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord
 from raysgd.tf.parallel.step import Exchange, TFStep, TracedStep
 
 SUM = "sum"
-"""Passed instead of a divisor for a loss that is a sum, which has none."""
+"""Passed in place of a divisor if the loss is a sum, which has no divisor."""
 
 _BY_WEIGHTS = "mean_with_sample_weight"
 _ONE = np.float64(1.0)

@@ -22,8 +22,8 @@ class TFStep:
     Attributes:
         num_samples: Number of this rank's samples in the step. None if a Keras loop draws the batches. The number is
             then counted in the batch.
-        num_global: Number of samples of all ranks in the step, or 0 if unknown.
-        weights: Sums of the sample weights of this rank and of all ranks. 0 without sample weights.
+        num_global: The step's total number of samples over all ranks, or 0 if unknown.
+        weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
         began_at: Time at which the loop started to draw the batch.
         usual: Functions that repeat the last step's all-reduces with zero samples from this rank. Steps without
             all-reduces are ignored.
@@ -131,7 +131,7 @@ class TracedStep:
     Attributes:
         num_samples: Number of samples in the step's batch, as a tensor of the graph. None if no step is being traced.
         exchanges: Functions that repeat the step's all-reduces so far.
-        num_applied: Number of all-reduces of gradients that an optimizer applies.
+        num_applied: Number of all-reduces in the step whose averaged gradients an optimizer applies.
         is_test: True in an evaluation step.
     """
 

@@ -35,10 +35,10 @@ MOST = 8
 """Maximum number of ranks for which each rank communicates directly with every other rank."""
 
 MAX_WHOLE_BYTES = 64 * 1024
-"""Maximum size of an array that every rank sums as a whole."""
+"""Maximum size in bytes of an array that each rank sends whole to the other ranks, instead of in parts."""
 
 LEAST_PART_BYTES = 8 * 1024
-"""Part size from which on the time of a sum depends more on the amount of data than on the number of messages."""
+"""Part size in bytes above which a sum's time depends more on the amount of data than on the number of messages."""
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _NO_ROWS: Mapping[int, Array] = {}
