@@ -113,7 +113,7 @@ class GANOperator(TrainingOperator):
         return self._loss(self.discriminator(real), 1.0) + self._loss(self.discriminator(generated), 0.0)
 
     def generator_loss(self, generated: torch.Tensor) -> torch.Tensor:
-        """Return the generator's loss. It is high if the discriminator recognizes the samples as generated."""
+        """Return the generator's loss, which is high if the discriminator recognizes the samples as generated."""
         return self._loss(self.discriminator(generated), 1.0)
 
     def score_samples(self, real: torch.Tensor, generated: torch.Tensor) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | N
     """Return the current session. Without a session, return None and warn that calling `function` has no effect.
 
     Args:
-        function: Name of the function that the user called. It is warned about only once.
+        function: Name of the function that the user called. Only its first call causes a warning.
         stacklevel: Passed to `warnings.warn`.
     """
     session = current_session()

@@ -45,7 +45,7 @@ EXPECTED = (
 
 
 def without_folder() -> str:
-    """Return the message for a user who passed no folder. It lists the newest runs in the default folder."""
+    """Return the message for a user who passed no folder. The message lists the newest runs in the default folder."""
     results = RESULTS_FOLDER.expanduser()
     folders = [each for each in results.iterdir() if each.is_dir()] if results.is_dir() else []
     newest = sorted(folders, key=lambda each: each.stat().st_mtime, reverse=True)[:_MOST_FOLDERS]

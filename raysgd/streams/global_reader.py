@@ -3,8 +3,8 @@
 A lane is one of the fixed row sequences through a stream's shards. To deal means to decide how many rows each lane
 contributes to a global batch. All ranks deal independently and must get the same result. If shard lengths are unknown,
 or a filter drops rows, only a rank that reads a lane knows where the lane ends. Therefore, each lane is watched by one
-rank, which looks ahead in it. After each global batch, all ranks all-reduce what they found in the lanes that they
-watch. They also share the lanes' positions, so that no position is lost with a rank.
+rank, which looks ahead in it. After each global batch, all ranks all-reduce how many rows they found in their watched
+lanes. The ranks also share the lanes' positions, so that no position is lost if a rank dies.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class GlobalReader:
         return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 
     def _deal(self) -> None:
-        """Deal the next global batch and request it from the loader, unless the pass has ended."""
+        """Decide how many rows each lane adds to the next global batch, and request them, unless the pass has ended."""
         stream, most, places = self._stream, self._shares.global_size, self._ends.places
         wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
         dealt = self._ends.deal(wanted, self._look)

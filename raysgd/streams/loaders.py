@@ -77,8 +77,8 @@ class BatchMaker:
 
     Args:
         of_pass: The pass over the stream.
-        watched: The lanes whose ends this worker watches. It also reads rows of neighboring lanes: if its part of a
-            global batch ends inside a lane, two workers read that lane.
+        watched: The lanes whose ends this worker watches. The worker also reads rows of neighboring lanes: if the
+            worker's part of a global batch ends inside a lane, two workers read that lane.
         collate: Combines a list of rows into a batch.
 
     Attributes:

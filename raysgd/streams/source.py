@@ -400,7 +400,7 @@ class BatchesInOrder:
         self.num_batches = None if num_rows is None else -(-num_rows // self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the batches."""
+        """Yield the stream's batches, each collated from consecutive rows."""
         rows = islice(self._rows(), self._stream.limit)
         while own := list(islice(rows, self._size)):
             yield self._collate(own)

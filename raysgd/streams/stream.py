@@ -105,7 +105,7 @@ class Stream(ABC):
         The result does not depend on where in the chain you call this method.
 
         Args:
-            buffer: Number of rows that all workers together buffer for shuffling. Each lane uses at least two.
+            buffer: Number of rows that all workers together buffer for shuffling. Each lane buffers at least two rows.
             seed: Seed of the order. Default: the trainer's seed.
 
         Raises:

@@ -83,7 +83,7 @@ class FitStream:
         self.at_boundary: Callable[[], None] | None = None
         self._exchanges = exchanges
         self._num_steps_before = 0
-        self._num_exchanges_before: int | None = None  # exchanges before the current epoch; None between epochs
+        self._num_exchanges_before: int | None = None  # all-reduces before the current epoch; None between epochs
         self._num_passes_elsewhere: int | None = None
 
     @property
@@ -217,7 +217,7 @@ class FitStream:
         return length if length >= 0 else None
 
     def before_exchange(self) -> None:
-        """Call `at_boundary` if the next exchange is the first of a step."""
+        """Call `at_boundary` if the next gradient all-reduce is the first one of a step."""
         if self.at_boundary is not None and self.is_whole:
             self.at_boundary()
 
@@ -230,7 +230,7 @@ def _plain(value: Any) -> Any:
 def tracker(
     stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
 ) -> Any:
-    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. It must be the last one.
+    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. Put it last.
 
     If a `fit` is resumed, the callback also sets the learning rate to `rates`. The user's callbacks on a new worker
     have missed earlier epochs and may have changed the rate.
@@ -254,7 +254,9 @@ def tracker(
 
 
 def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: int, **params: Any) -> Any:
-    """Return a Keras callback list for one part of an interrupted `fit`. It hides the interruption from the callbacks.
+    """Return a Keras callback list for one part of an interrupted `fit`.
+
+    The list hides the interruption from the callbacks.
 
     Args:
         model: The model to train.

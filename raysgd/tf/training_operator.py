@@ -296,7 +296,7 @@ class TrainingOperator(BaseOperator):
             train_dataset: One of the following: a `tf.data.Dataset` of batches, which must be the same on every worker;
                 a Ray Data dataset, or `raysgd.data.RayBatches` of such a dataset; or, with `split_batches=True`, a
                 stream.
-            validation_dataset: The dataset for validation. It can be of the same types.
+            validation_dataset: The validation dataset, of one of the same types.
             sharding: `"worker"` if a batch of a dataset is for one worker, or `"global"` if it is a global batch, as
                 with TensorFlow's strategies. With `split_batches=True`, it is always "global". A dataset whose
                 auto-shard policy is OFF is not sharded.

@@ -1,7 +1,7 @@
 """Hyperparameter search: runs trainers as trials of Ray Tune, or in a `Population`, which does not use Ray Tune.
 
-In a trial, the trainer starts its workers in the resources that Tune reserved for the trial. It forwards rank 0's
-reports and its checkpoints to Tune, which chooses the configs.
+In a trial, the trainer starts its workers in the resources that Tune reserved for the trial. The trainer forwards rank
+0's reports and the checkpoints to Tune, which chooses the configs.
 
 No other package of raysgd imports this package.
 """

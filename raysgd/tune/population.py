@@ -155,8 +155,8 @@ class Population:
 
         Raises:
             ValueError: A member's result does not contain the metric.
-            Exception: `step` raised this exception for a member. It is raised here after the other members finish the
-                interval and store their results. The failed member has no result, so it ranks last.
+            Exception: `step` failed for a member. Its exception is raised after the other members finish the interval
+                and store their results. The failed member has no result, so it ranks last.
         """
         results, errors = _at_the_same_time(self._train_member, self.members, self._interrupt)
         if errors:

@@ -75,7 +75,7 @@ class Datasets:
         return None
 
     def _keys_of(self, value: cst.BaseExpression) -> Iterator[tuple[Scope | None, str]]:
-        """Yield the key of a variable in each of its scopes, or of an attribute such as `self.data` in any scope."""
+        """Yield the keys that identify a variable, one per scope, or an attribute such as `self.data`, in any scope."""
         if isinstance(value, cst.Name):
             scope = self._scope_of(value)
             for assignment in scope[value.value] if scope is not None else ():

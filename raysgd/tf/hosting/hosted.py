@@ -277,7 +277,8 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
     """Check that the registered loss is a mean over samples if the user's own `forward` computes it.
 
     Raises:
-        IncompatibleModelError: The loss has another reduction. It could be scaled only in the default `forward`.
+        IncompatibleModelError: The loss has another reduction, for which raysgd can scale it only in the default
+            `forward`.
     """
     loss = operator._raysgd.registered.loss
     reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
@@ -325,7 +326,7 @@ def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronize
 
 
 class OperatorLoop(Loop):
-    """Training loop of an operator whose `train_epoch` iterates over the batches.
+    """Runs the training loop of an operator whose `train_epoch` iterates over batches that raysgd draws.
 
     Attributes:
         fit: Holds the position of Keras's `fit`. None in this class, because no `fit` runs.
@@ -378,7 +379,7 @@ class OperatorLoop(Loop):
 
 
 class FitLoop(OperatorLoop):
-    """Training loop of an operator that calls Keras's `fit`.
+    """Runs the training loop of an operator that calls Keras's `fit`.
 
     Keras draws the batches, so waits for data are not timed.
     """

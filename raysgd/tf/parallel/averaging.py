@@ -46,8 +46,8 @@ class ExchangeRecord:
         self.num_per_step = 1
         self.own_s = 0.0
         self.ledger: Ledger | None = None
-        self._left_at: float | None = None  # time at which the call's most recent exchange finished
-        self._num_samples = 0.0  # number of this rank's samples, summed over all exchanges
+        self._left_at: float | None = None  # time at which the call's last gradient all-reduce finished
+        self._num_samples = 0.0  # number of this rank's samples in the call's gradient all-reduces
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:
@@ -64,7 +64,10 @@ class ExchangeRecord:
             self._left_at = None
 
     def own_so_far(self) -> float:
-        """Return `own_s` plus the time since the last exchange. The result keeps growing if user code hangs."""
+        """Return how long the training call has spent outside all-reduces.
+
+        The time keeps growing if user code hangs.
+        """
         own_s, left_at = self.own_s, self._left_at
         return own_s + (0.0 if left_at is None else time.perf_counter() - left_at)
 
@@ -75,7 +78,7 @@ class ExchangeRecord:
 
     @contextmanager
     def exchanging(self, num_samples: float) -> Iterator[None]:
-        """Count and time the block, an exchange to which this rank contributes `num_samples` samples."""
+        """Count and time the block, a gradient all-reduce to which this rank contributes `num_samples` samples."""
         is_measured = self._left_at is not None
         if self._left_at is not None:
             self.own_s, self._left_at = self.own_so_far(), None
@@ -88,7 +91,7 @@ class ExchangeRecord:
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:
-        """Raise an exchange's original exception instead of the error into which TensorFlow converts it."""
+        """If a gradient all-reduce fails, raise the original exception instead of the one that TensorFlow raises."""
         self._error = None
         try:
             yield
@@ -176,7 +179,7 @@ class GradientAverager:
         self._layouts: dict[tuple[Any, ...], GradientLayout] = {}
 
     def forget_full_step(self) -> None:
-        """Assume that the next step is full.
+        """Discard the number of samples in a full step, and assume that the next step is full.
 
         Call this for a new group, in which ranks must agree on this number again.
         """

@@ -117,7 +117,7 @@ class GlobalLosses:
         return tf.math.divide_no_nan(scale, tf.cast(divisor, scale.dtype))
 
     def mean(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return the scaled loss of an operator's batch.
+        """Return a batch's mean loss, scaled so that averaging over the ranks gives the global loss.
 
         Raises:
             IncompatibleModelError: The loss is a function that returns a scalar, or mixes the samples of a batch.
@@ -245,8 +245,8 @@ def _ignored_by(loss: Any) -> int | None:
 def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
     """Return a loss's divisor as a tensor. Return None if it is the number of samples, or the loss is not divided.
 
-    The divisor is computed with another Keras loss, which sums ones, because Keras masks and weights both in the same
-    way.
+    The divisor is computed with another Keras loss, which sums ones, because Keras masks and weights both losses in the
+    same way.
     """
     import tensorflow as tf
 

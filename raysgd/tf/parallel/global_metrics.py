@@ -215,7 +215,7 @@ def _aggregation_of(variable: Any) -> str:
 
 
 def _assigned(variable: Any, value: Any) -> Any:
-    """Assign a value to the variable and return it. Create a new variable if it is None or has another shape."""
+    """Assign a value to a variable and return the variable. Create it anew if it is None or has another shape."""
     import tensorflow as tf
 
     if variable is None or variable.shape != value.shape:

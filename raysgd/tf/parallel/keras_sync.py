@@ -307,7 +307,7 @@ def refuse_xla(model: Any) -> None:
 
 
 def _name_of_apply(optimizer: Any) -> str:
-    """Return the name of the optimizer's method that applies gradients. It differs between Keras 3 and tf_keras."""
+    """Return the name of the optimizer's method that applies gradients, which differs between Keras 3 and tf_keras."""
     return "apply" if hasattr(optimizer, "apply") else "apply_gradients"
 
 

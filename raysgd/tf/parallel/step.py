@@ -90,7 +90,9 @@ class TFStep:
             self._is_last_waiting = False
 
     def factor(self, divisor: float | None) -> float:
-        """Return the factor by which to scale a loss, computed from the batch's counts. Return 1 if they are unknown.
+        """Return the factor by which to scale a loss, computed from the batch's counts.
+
+        Return 1 if the counts are unknown.
 
         Args:
             divisor: The loss's divisor on this rank, or None for a loss that is a sum.
@@ -106,7 +108,10 @@ class TFStep:
 
     @property
     def batch(self) -> TFStep:
-        """The current batch. Each step has one batch, so this is the step itself; see `PlaceInStep`."""
+        """The current batch.
+
+        Each step has one batch, so the step object describes the batch, too. See `PlaceInStep`.
+        """
         return self
 
     @property
