@@ -407,7 +407,7 @@ class ScalingConfig:
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Total resources of the trial and its workers. If `num_workers` is a range, this counts its minimum."""
+        """Total resources of the trial and its workers. If `num_workers` is a range, its minimum is counted."""
         total: dict[str, float] = {}
         for bundle in self._bundles():
             for name, amount in bundle.items():
@@ -426,7 +426,7 @@ class ScalingConfig:
 
     @property
     def additional_resources_per_worker(self) -> dict[str, float]:
-        """Resources of each worker other than CPUs and GPUs."""
+        """Each worker's resources other than CPUs and GPUs."""
         return {name: amount for name, amount in self.worker_bundle.items() if name not in ("CPU", "GPU")}
 
     def _bundles(self) -> list[dict[str, float]]:

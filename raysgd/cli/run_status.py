@@ -212,7 +212,7 @@ def _text(folder: Folder, name: str) -> str:
 
 
 def _number(value: Any) -> float:
-    """Return a number read from a file. Other types, and numbers too large for a count or a time, become 0."""
+    """Return a value from a file if it is a number, else 0. Numbers too large for a count or a time also become 0."""
     return value if isinstance(value, int | float) and abs(value) < 1e15 else 0
 
 

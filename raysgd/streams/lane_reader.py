@@ -366,7 +366,7 @@ class StreamPass:
 
     @property
     def is_known(self) -> bool:
-        """True if the number of rows of each lane is known in advance."""
+        """True if each lane's number of rows is known in advance."""
         return self.stream.keeps_rows and total(self.shards) is not None
 
     @cached_property
@@ -408,7 +408,7 @@ class StreamPass:
 
     @property
     def last_steps(self) -> RowSteps:
-        """The steps after the last filter. They run only on rows that the worker uses."""
+        """The `map` steps after the last filter, which run only on rows that the worker uses."""
         first = self.stream.num_to_count
         return RowSteps(self.stream.steps[first:], self._seed, first)
 

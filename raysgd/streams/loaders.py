@@ -173,7 +173,7 @@ def collated(collate: Callable[[list[Any]], Any], rows: list[Any], places: Seque
 
 
 def _forms(row: Any, field: str = "row") -> Iterator[tuple[str, str]]:
-    """Yield the name of each field of a row, recursively, and a description of its value's type and shape."""
+    """For each field of a row, recursively, yield its name and a description of its value's type and shape."""
     named = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, tuple | list) else ()
     of_array = f" of shape {tuple(row.shape)} and type {row.dtype}" if hasattr(row, "shape") else ""
     of_several = f" of {len(row)}" if isinstance(row, Mapping | tuple | list) else ""

@@ -305,7 +305,7 @@ class CreatorOperator(TrainingOperator):
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
-        """Return this rank's part of a dataset, or of the dataset's first `steps` batches."""
+        """Return this rank's part of an evaluation dataset, or of the dataset's first `steps` batches."""
         world = self._raysgd.context.world
         if is_divided(dataset):
             whole = dataset if steps is None else dataset.take(steps)

@@ -416,7 +416,7 @@ def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cs
 
 
 def _with_parameters(source: str) -> set[str]:
-    """Return the names of the program's functions that have required parameters, without methods."""
+    """Return the names of the program's functions, not methods, that have required parameters."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     needing = [node for node in functions if len(node.args.args) > len(node.args.defaults)]
     return {node.name for node in needing if node.args.args[0].arg != "self"}

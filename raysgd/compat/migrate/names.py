@@ -280,7 +280,7 @@ class OldNames(cst.CSTTransformer):
     def _meanings(self, node: cst.BaseExpression) -> set[QualifiedName]:
         """Return the names that a dotted name may refer to.
 
-        Other expressions, such as an attribute of a call, have none.
+        For other expressions, such as an attribute of a call's result, return an empty set.
         """
         scope = self.get_metadata(ScopeProvider, node, None) if _is_dotted(node) else None
         return set(scope.get_qualified_names_for(node)) if scope is not None else set()

@@ -419,7 +419,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def _c10d(name: str) -> Any:
-    """Return the class `name` from `torch.distributed`. PyTorch's type stubs lack this class."""
+    """Return a class of `torch.distributed` by name, because PyTorch's type stubs lack it."""
     from torch import distributed
 
     return vars(distributed)[name]

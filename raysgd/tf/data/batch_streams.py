@@ -128,7 +128,7 @@ class TFDividedSource:
         self._num_global = world.size if num_global is None else num_global
 
     def join(self, ranks: Any) -> None:
-        """Do nothing, because all ranks shard the dataset in the same way without communication."""
+        """Do nothing: ranks compute their shards of the dataset without communication."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         if self._pads:  # the order of a training pass depends only on its index, not on earlier passes

@@ -76,7 +76,7 @@ class TFFeed(feed.DataFeed):
         return TFBatchStream(source, self._synchronizer.step, begin_pass, self._take_part)
 
     def _take_part(self, batch: Any) -> None:
-        """Take part in a step for which only other ranks have samples, without running the user's `train_batch`.
+        """In a step for which only other ranks have samples, join their collectives without calling `train_batch`.
 
         Raises:
             IncompatibleModelError: It is unknown which collectives the user's `train_batch` performs.

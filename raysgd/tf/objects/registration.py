@@ -67,7 +67,7 @@ def replace_method(owner: Any, name: str, function: Any) -> None:
 
 
 def is_replaced(owner: Any, name: str) -> bool:
-    """Return True if `replace_method` has replaced this method on the instance."""
+    """Return True if `replace_method` has replaced the method `name` of `owner`."""
     return getattr(vars(owner).get(name), "_is_of_raysgd", False)
 
 
@@ -155,7 +155,7 @@ def take_weights_in(model: Any) -> None:
 
 
 def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[str]:
-    """Return the names of the variables that belong to no model."""
+    """Return the names of those `variables` that do not belong to any of `models`."""
     known = {id(variable) for model in models for variable in model.variables}
     return [str(getattr(one, "path", None) or one.name) for one in variables if id(one) not in known]
 

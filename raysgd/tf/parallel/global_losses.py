@@ -63,7 +63,7 @@ class GlobalLosses:
         return counted if counted >= 0 else 1
 
     def compute_loss_of(self, model: Any) -> Callable[..., Any]:
-        """Return a replacement for a model's `compute_loss`. It scales each loss by scaling its sample weights."""
+        """Return a replacement for a model's `compute_loss` that scales each loss by scaling its sample weights."""
         inner = model.compute_loss
 
         def compute_loss(

@@ -106,7 +106,7 @@ class GlobalMetrics:
             self._is_merging = False
 
     def results_of(self, model: Any) -> Any:
-        """Return a replacement for a model's `get_metrics_result`. It returns results over all ranks; see the class."""
+        """Return a replacement for a model's `get_metrics_result` that returns results over all ranks."""
         inner = model.get_metrics_result
 
         def get_metrics_result() -> Any:
@@ -215,7 +215,7 @@ def _aggregation_of(variable: Any) -> str:
 
 
 def _assigned(variable: Any, value: Any) -> Any:
-    """Assign a value to a variable and return the variable. Create it anew if it is None or has another shape."""
+    """Assign a value to a variable and return it. Replace a variable that is None or has another shape."""
     import tensorflow as tf
 
     if variable is None or variable.shape != value.shape:

@@ -148,7 +148,7 @@ class TracedStep:
 
     @contextmanager
     def tracing(self, num_samples: Any, is_test: bool) -> Iterator[None]:
-        """Trace the block as a step on a batch with `num_samples` samples."""
+        """Inside the block, a step on a batch with `num_samples` samples is traced, or runs eagerly."""
         self.num_samples, self.exchanges, self.num_applied, self.is_test = num_samples, [], 0, is_test
         try:
             yield
