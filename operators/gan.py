@@ -113,7 +113,7 @@ class GANOperator(TrainingOperator):
         return self._loss(self.discriminator(real), 1.0) + self._loss(self.discriminator(generated), 0.0)
 
     def generator_loss(self, generated: torch.Tensor) -> torch.Tensor:
-        """Return the generator's loss. It is high if the discriminator recognizes the samples as generated."""
+        """Return the generator's loss, which is high if the discriminator recognizes the samples as generated."""
         return self._loss(self.discriminator(generated), 1.0)
 
     def score_samples(self, real: torch.Tensor, generated: torch.Tensor) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class GANOperator(TrainingOperator):
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block, let gradients flow through the model, but compute and all-reduce none for its parameters."""
+    """Inside the block, let gradients flow through the model, but skip the gradients of its parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

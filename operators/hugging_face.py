@@ -115,7 +115,7 @@ class HuggingFaceOperator(SupervisedOperator):
     _default_optimizer = "adamw"
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
-        """Cast half-precision trainable parameters to fp32 if training uses mixed precision and some are frozen."""
+        """Cast half-precision trainable parameters to fp32, for mixed-precision training with frozen parameters."""
         parameters = [*model.parameters()]
         if self._raysgd.precision.is_mixed and not all(each.requires_grad for each in parameters):
             for each in parameters:
@@ -291,7 +291,7 @@ class HuggingFaceOperator(SupervisedOperator):
 
     @staticmethod
     def load_pretrained(trainer: TorchTrainer, folder: str | Path) -> None:
-        """Load an adapter that this class's or PEFT's `save_pretrained` saved, into all workers.
+        """Load a saved adapter into all workers. Either this class's or PEFT's `save_pretrained` can have saved it.
 
         Args:
             trainer: A trainer of a `HuggingFaceOperator` with a `PeftModel`.
@@ -368,11 +368,11 @@ def _collated(collator: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
 
 @contextmanager
 def _saying_texts(parts: Sequence[Any], *errors: type[Exception]) -> Iterator[None]:
-    """If the block raises one of `errors` and the samples contain strings, raise an error that explains encoding.
+    """If the block fails because the samples contain strings, raise an error that says to tokenize the strings.
 
     Args:
-        parts: Samples, or a batch's inputs. Only the first is checked for strings.
-        errors: Exception types to explain. Other exceptions pass through.
+        parts: Samples, or a batch's inputs. Only the first sample or input is checked for strings.
+        errors: Exception types that strings may cause. Other exceptions pass through unchanged.
     """
     try:
         yield

@@ -49,7 +49,7 @@ class RegressionOperator(MeasuredOperator):
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss function. It averages over the samples."""
+        """Create the loss function. The loss is the mean over a batch's samples."""
         return torch.nn.MSELoss()
 
     def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ class SegmentationOperator(MeasuredOperator):
     """
 
     def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        """Create the loss function. It averages over the pixels that are not ignored."""
+        """Create the loss function. The loss is the mean over the pixels that are not ignored."""
         ignored = _ignored(config)
         return torch.nn.CrossEntropyLoss() if ignored is None else torch.nn.CrossEntropyLoss(ignore_index=ignored)
 

@@ -46,10 +46,10 @@ def check_for_failure(remote_values: Iterable[Any]) -> bool:
         remote_values: Object references to the results. They are read in the order in which they become ready.
 
     Returns:
-        True if all tasks succeeded. False as soon as a result shows that a worker or node died, which is logged.
+        True if all tasks succeeded. False as soon as a result shows that a worker or node died. The death is logged.
 
     Raises:
-        Exception: A task raised any other error, which is passed through unchanged.
+        Exception: A task raised another error. It is raised unchanged.
     """
     import ray
     from ray.exceptions import NodeDiedError, RayActorError, WorkerCrashedError

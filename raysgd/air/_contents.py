@@ -93,7 +93,7 @@ class FolderContent:
     Args:
         folder: Folder that holds the content.
         goes_by_place: True to pickle the folder's location instead of its files. If the folder holds a dict, the dict
-            is pickled too, for machines that cannot access the folder.
+            is pickled as well, so that machines without access to the folder can read it.
     """
 
     def __init__(self, folder: Folder, goes_by_place: bool = False) -> None:
@@ -138,10 +138,10 @@ class FolderContent:
         self.folder.write(METADATA_FILE, json.dumps(dict(metadata)).encode())
 
     def portable(self) -> Content:
-        """Return a content that can be pickled for another process.
+        """Return content that can be pickled and read in another process.
 
-        If only this machine can access the folder, return the folder's files as a dict, unless `goes_by_place` is set.
-        Otherwise return this object.
+        If only this machine can access the folder and `goes_by_place` is not set, return the folder's files as a dict.
+        Otherwise, return this object, which is pickled as its location.
         """
         is_here_only = self.folder.is_local or self.folder.is_in_memory
         return self._copied() if is_here_only and not self._goes_by_place else self
@@ -181,7 +181,7 @@ def folder_as_dict(folder: Path) -> dict[str, Any]:
 
 
 def write_dict(content: Mapping[str, Any], folder: Path) -> None:
-    """Write a dict into a folder as a file. If `folder_as_dict` created the dict, unpack the original files instead.
+    """Write a dict into a folder as one file. If `folder_as_dict` created the dict, restore the original files instead.
 
     Raises:
         CheckpointCorruptedError: A key or archive leads outside the folder, or an archive is invalid.

@@ -1,7 +1,7 @@
 """The session of the training function that runs in this process, and facts about the function's trial.
 
-The session connects the function with the driver. There is no session if Ray Tune itself runs the function as a trial,
-as in programs written for Ray AIR.
+A session sends the function's reports to the driver and receives the driver's answers. There is no session if Ray Tune
+itself runs the function as a trial, as in programs written for Ray AIR.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RunningSession(Protocol):
 
 
 class Alone:
-    """Replaces the session outside a run, so that helpers for training functions work there, too.
+    """Stands in for the session outside a run, so that helpers for training functions work outside a run, too.
 
     Acts as a single worker without a driver.
     """
@@ -114,23 +114,23 @@ _current: RunningSession | None = None
 
 
 def current_session() -> RunningSession | None:
-    """Return the session of the function that runs in this process, or None outside a run."""
+    """Return the session of the training function that runs in this process, or None outside a run."""
     return _current
 
 
 def helper_session() -> RunningSession | Alone:
-    """Return the session of the function in this process. Outside a run, return an `Alone`."""
+    """Return this process's session. Outside a run, return an `Alone`, which acts as a single worker."""
     return _current or _alone
 
 
 def open_session(session: RunningSession) -> None:
-    """Set the session of this process."""
+    """Set this process's session."""
     global _current
     _current = session
 
 
 def close_session(session: RunningSession | None) -> None:
-    """Remove the current session of this process if it is `session`."""
+    """Remove this process's current session if it is `session`."""
     global _current
     if _current is session:
         _current = None
@@ -140,7 +140,7 @@ _once = Once()
 
 
 def place() -> World:
-    """Return this worker's rank and the number of workers. Outside a run, return those of a single worker."""
+    """Return this worker's rank and the number of workers. Outside a run, return rank 0 of one worker."""
     session = current_session()
     return session.world if session is not None else World(rank=0, size=1, local_size=0)
 
@@ -149,7 +149,7 @@ def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | N
     """Return the current session. Without a session, return None and warn that calling `function` has no effect.
 
     Args:
-        function: Name of the function that the user called. It is warned about only once.
+        function: Name of the function that the user called. Only its first call causes a warning.
         stacklevel: Passed to `warnings.warn`.
     """
     session = current_session()
@@ -163,7 +163,7 @@ def session_or_warning(function: str, stacklevel: int = 3) -> RunningSession | N
 
 
 def tune_here() -> Any:
-    """Return `ray.tune` if Ray Tune runs the function as a trial, else None. Uses a private function of Ray."""
+    """Return `ray.tune` if Ray Tune runs the training function as a trial, else None. Uses a private Ray function."""
     if _current is not None:
         return None
     tune = sys.modules.get("ray.tune")
@@ -184,7 +184,7 @@ def report_to(tune: Any, metrics: Mapping[str, Any], checkpoint: Checkpoint | No
 
 
 def checkpoint_of(tune: Any) -> Checkpoint | None:
-    """Return the checkpoint from which the Ray Tune trial in this process continues."""
+    """Return the checkpoint from which this process's Ray Tune trial continues."""
     from raysgd.air.checkpoint import Checkpoint  # imported here because it loads the storage modules
 
     found = tune.get_checkpoint()

@@ -247,7 +247,7 @@ class Checkpoint:
         return made
 
     def by_place(self: CheckpointType) -> CheckpointType:
-        """Return a copy that is pickled as its location only, even if its folder is on disk."""
+        """Return a copy of this checkpoint that is pickled as its folder's location, even if the folder is on disk."""
         made = self.from_checkpoint(self)
         if isinstance(self._content, FolderContent):
             made._content = FolderContent(self._content.folder, goes_by_place=True)
@@ -314,7 +314,7 @@ def _opened(place: Any, filesystem: Any, argument: str) -> Folder:
 
 
 def _storage(uri: str) -> Folder:
-    """Open the folder of a URI.
+    """Return the `Folder` at a URI.
 
     Raises:
         RuntimeError: No file system supports the URI.

@@ -105,7 +105,7 @@ class FailureConfig:
     Attributes:
         max_failures: Maximum number of restarts from the last checkpoint. 0, the default, ends the run at the first
             failure; -1 sets no limit. Worker deaths and exceptions in your function both count as failures. In `fit`,
-            each new checkpoint resets the count to 0, until your function raises its first exception.
+            each new checkpoint resets the count to 0, but no longer once your function has raised an exception.
         fail_fast: For runs of several trials. True ends all trials when one fails; "raise" raises the trial's error
             immediately.
 
@@ -216,7 +216,7 @@ class RunConfig:
         self._check()
 
     def _take_over_place(self) -> None:
-        """Merge `sync_config.upload_dir` and `local_dir`, the former names of `storage_path`, into `storage_path`."""
+        """Move `sync_config.upload_dir` or `local_dir`, the former names of `storage_path`, into `storage_path`."""
         _check_place("storage_path", self.storage_path)
         _check_place("local_dir", self.local_dir)
         if self.local_dir is not None and self.storage_path not in (None, self.local_dir):
@@ -402,12 +402,12 @@ class ScalingConfig:
 
     @property
     def trainer_bundle(self) -> dict[str, float]:
-        """Resources of the trial besides its workers, without zero amounts."""
+        """The trial's own resources, not counting its workers, without zero amounts."""
         return {"CPU": 1.0} if self.trainer_resources is None else _without_zeros(self.trainer_resources)
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Total resources of the trial and its workers. If `num_workers` is a range, this counts its minimum."""
+        """Total resources of the trial and its workers. If `num_workers` is a range, its minimum is counted."""
         total: dict[str, float] = {}
         for bundle in self._bundles():
             for name, amount in bundle.items():
@@ -426,7 +426,7 @@ class ScalingConfig:
 
     @property
     def additional_resources_per_worker(self) -> dict[str, float]:
-        """Resources of each worker other than CPUs and GPUs."""
+        """Each worker's resources other than CPUs and GPUs."""
         return {name: amount for name, amount in self.worker_bundle.items() if name not in ("CPU", "GPU")}
 
     def _bundles(self) -> list[dict[str, float]]:
@@ -520,7 +520,7 @@ _GIB = 1 << 30
 class DatasetConfig:
     """Decides how a trainer handles one dataset.
 
-    A value of None means the value from the trainer's own `DatasetConfig`, or else the default.
+    If a value is None, the value from the trainer's own `DatasetConfig` applies, or else the default.
 
     Attributes:
         fit: True to fit the preprocessor on the dataset. Default: True for `train`, False for other datasets.

@@ -1,7 +1,7 @@
 """The functions that a training function calls: `report`, `get_checkpoint`, `get_world_rank` and so on.
 
-They work in training functions run by `fit` or `Trainer.run`. In a function that Ray Tune runs as a trial, they use
-that trial. Elsewhere they warn once and return a default, so you can call your training function directly.
+They work in training functions run by `fit` or `Trainer.run`. If Ray Tune runs the function as a trial, they report to
+that trial. Anywhere else, they warn once and return a default, so you can call your training function directly.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class TrainContext:
     def get_experiment_name(self) -> str | None:
         """Return the run's name.
 
-        This method and the methods about the trial return None if neither `fit` nor Ray Tune runs the function.
+        This method, and the `get_trial_...` methods, return None if neither `fit` nor Ray Tune runs the function.
         """
         return _of_trial("get_experiment_name", lambda facts: facts.experiment_name)
 

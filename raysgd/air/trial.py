@@ -91,7 +91,7 @@ class TrialFolder:
 
     @property
     def is_local(self) -> bool:
-        """True if the trial's files are on a disk of this machine."""
+        """True if the trial's files are on a local disk."""
         return self.trial.is_local
 
     @property
@@ -108,7 +108,7 @@ class TrialFolder:
         return self._staging
 
     def expect_little(self) -> None:
-        """Disable retries for storage operations in these folders. Call this after the storage has failed."""
+        """Disable retries for storage operations in these folders. Call this once the storage has failed."""
         self.experiment, self.trial = self.experiment.without_retries(), self.trial.without_retries()
 
     def make(self) -> None:
@@ -164,7 +164,7 @@ def new_name(trainer_name: str) -> str:
 
 
 def storage_of(run_config: Any) -> Folder:
-    """Return the storage folder that contains the runs of a `RunConfig`."""
+    """Return the `Folder` in which a `RunConfig` stores its runs."""
     place = run_config.storage_path or DEFAULT_STORAGE
     return open_folder(place, filesystem=run_config.storage_filesystem, argument="storage_path")
 

@@ -30,8 +30,8 @@ class AveragedWeights(WorkerCallback):
     """Base class of `EMA` and `SWA`: maintains averages of the weights, which are identical in every worker.
 
     Floating-point buffers, such as batch-norm statistics, are averaged too; other buffers are copied. Weights that
-    `setup` recreates (`remakes_frozen`) are excluded. A second run of the same trainer continues the averages. Works
-    with `TorchTrainer`, except with `strategy="fsdp"`.
+    `setup` recreates (`remakes_frozen`) are excluded. A second run of the same trainer continues the averages. Both
+    classes work with `TorchTrainer`, except with `strategy="fsdp"`.
     """
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ def own_among(callbacks: Iterable[Any]) -> list[Callback]:
 class Dispatcher:
     """Calls callbacks in order, passing only the arguments that their methods accept.
 
-    If a callback fails, the caller is expected to end the run.
+    If a callback fails, the caller must end the run.
 
     Args:
         callbacks: Objects with hooks, which are methods called by name. Missing hooks are skipped.
@@ -180,7 +180,7 @@ class Dispatcher:
 def call_with_known(method: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Call a method with only those entries of `named` that it accepts.
 
-    Callbacks written for older versions, whose methods have fewer parameters, therefore still work.
+    Callbacks whose methods have fewer parameters, because they were written for older versions, therefore still work.
     """
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -260,7 +260,7 @@ class CallbackCalls(Dispatcher):
         self.finish(["on_run_end"], self._run, error, has_failed=has_failed, only=self._begun)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the class name and the state of each callback, to pass to another run's `load_states`."""
+        """Return each callback's class name and state. Another run passes them to `load_states`."""
         return [
             {"name": type(callback).__name__, "state": self.call(callback, "state_dict")} for callback in self.callbacks
         ]
@@ -329,7 +329,7 @@ class FunctionCalls(CallbackCalls):
             super().begin_run()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[GroupEvent] = ()) -> None:
-        """Pass new events to callbacks, and then a report.
+        """Call the callbacks with new worker group events, and then with a report.
 
         Args:
             metrics: The report.
@@ -374,7 +374,7 @@ class RunCallbacks(Dispatcher):
     def replaced_loggers(self) -> frozenset[str]:
         """Names of Ray Tune's default loggers among the user's callbacks.
 
-        They replace raysgd's writers of these files.
+        Each of these loggers replaces the raysgd writer for the same file.
         """
         return frozenset(name for callback in self.callbacks for name in _default_loggers(callback))
 
@@ -439,9 +439,9 @@ class RunCallbacks(Dispatcher):
         self._own.end_run(error)
 
     def states(self) -> dict[int, Any]:
-        """Return the callbacks' states, to pass to `restore_states` in a run that continues this run.
+        """Return the callbacks' states. A run that continues this run passes the states to `restore_states`.
 
-        The keys are the positions of the Ray Tune callbacks. The next higher key holds the raysgd callbacks' states.
+        The keys are the Ray Tune callbacks' positions in the list. The next key holds the raysgd callbacks' states.
         """
         found = {index: self.call(each, "get_state") for index, each in enumerate(self.callbacks)}
         own = [each for each in self._own.states() if each["state"] is not None]

@@ -17,7 +17,7 @@ Command = Callable[..., None]
 def _in_cluster(command: Command) -> Command:
     """Add the option `--address` to a command.
 
-    Before it runs, connect to that cluster; show errors without traceback.
+    Before the command runs, connect to the cluster at that address. Show errors without a traceback.
     """
 
     @click.option(

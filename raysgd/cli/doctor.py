@@ -141,7 +141,7 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[CheckResult]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, for comparisons.
+    """Return a version's leading numbers as a tuple, to compare versions.
 
     >>> _numbers("2.13.0+cpu"), _numbers("2.6.0rc1") < _numbers("2.16")
     ((2, 13, 0), True)
@@ -204,7 +204,7 @@ def _own_address() -> str:
 
 
 def check_private_names() -> Iterator[CheckResult]:
-    """Check that installed packages still have the private names that raysgd uses.
+    """Check that installed packages still have the private functions and attributes that raysgd uses.
 
     Only packages that are newer than the versions that raysgd was tested with are checked.
     """
@@ -351,7 +351,7 @@ def run_self_test() -> CheckResult:
 
 
 def _train_on_two_workers() -> tuple[dict[str, float], bool]:
-    """Return the seconds that each part took, and True if the weights match those of a single process."""
+    """Return how long each part took, in seconds, and True if the weights equal a single process's weights."""
     from raysgd.cli.self_test import trained_weights
 
     together, seconds = trained_weights(num_workers=_NUM_TEST_WORKERS)

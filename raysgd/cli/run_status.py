@@ -35,7 +35,7 @@ _MOST_METRICS = 4
 _MOST_FOLDERS = 3
 _SILENT_S = 600.0
 _NOT_OF_USER = FILLED_IN | {"epoch", "experiment_id", "timesteps_total"}
-"""Values of a report that raysgd or Ray added. They are not user metrics."""
+"""Report keys that raysgd or Ray added, so they are not the user's metrics."""
 
 EXPECTED = (
     "Expected one of: the folder of a run of `fit()` (with `result.json`) or the one above it (with `run.json`); the "
@@ -45,7 +45,7 @@ EXPECTED = (
 
 
 def without_folder() -> str:
-    """Return the message for a user who passed no folder. It lists the newest runs in the default folder."""
+    """Return the message for a user who passed no folder. The message lists the newest runs in the default folder."""
     results = RESULTS_FOLDER.expanduser()
     folders = [each for each in results.iterdir() if each.is_dir()] if results.is_dir() else []
     newest = sorted(folders, key=lambda each: each.stat().st_mtime, reverse=True)[:_MOST_FOLDERS]
@@ -111,7 +111,7 @@ def _shown(folder: Folder, kind: str, state: str, facts: Sequence[tuple[str, str
 
 
 def _experiment(folder: Folder, names: set[str], now: float) -> str:
-    """Return the status of an experiment, which is the status of its last trial, named in `run.json`."""
+    """Return an experiment's status: the status of its last trial, which `run.json` names."""
     note = report_in(_text(folder, "run.json")) or {}
     trial = note.get("trial")
     if isinstance(trial, str) and trial in names:
@@ -138,7 +138,7 @@ def _state_of_trial(status: Any, last: Mapping[str, Any], has_error: bool, now: 
 
 
 def _function_run(folder: Folder, num_runs: int, now: float) -> str:
-    """Return the status of a `Trainer` run. Its folder shows only when it last reported, not whether it has ended."""
+    """Return the status of a `Trainer` run. Its folder records the last report, but not the end of the run."""
     content: Any = None
     with suppress(ValueError, RecursionError):
         content = json.loads(_text(folder, "results.json"))
@@ -152,7 +152,7 @@ def _function_run(folder: Folder, num_runs: int, now: float) -> str:
 
 
 def _class_run(folder: Folder, names: set[str], now: float) -> str | None:
-    """Return the status of a run of a class-based trainer's `fit`, or None if the folder has no files of such a run.
+    """Return the status of a class-based trainer's `fit` run, or None if the folder has no files from such a run.
 
     The status comes from files that callbacks wrote, and from the newest checkpoint's sidecar, a JSON file next to the
     checkpoint.
@@ -212,7 +212,7 @@ def _text(folder: Folder, name: str) -> str:
 
 
 def _number(value: Any) -> float:
-    """Return a number read from a file. Other types, and numbers too large for a count or a time, become 0."""
+    """Return a value from a file if it is a number, else 0. Numbers too large for a count or a time also become 0."""
     return value if isinstance(value, int | float) and abs(value) < 1e15 else 0
 
 
@@ -248,11 +248,11 @@ def _written_at(report: Mapping[str, Any]) -> float:
 
 
 def _running(sign: str, at: float, now: float) -> str:
-    """Return the state of a run that did not record its end, so it still runs or its driver was killed.
+    """Return the state of a run that has not recorded its end: it is still running, or its driver was killed.
 
     Args:
-        sign: The last sign of life, such as "last report".
-        at: Time of this sign in seconds since 1970; 0 if there is none.
+        sign: What the run wrote last, such as "last report".
+        at: Time at which the run wrote this, in seconds since 1970; 0 if it wrote nothing.
         now: The current time.
     """
     if at <= 0:

@@ -75,7 +75,7 @@ def _alias_there(name: str, target: str) -> Alias:
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Import hook that finds modules of `ray.util.sgd` and other old modules, which Ray no longer has, in raysgd."""
+    """Import hook that redirects `ray.util.sgd` and other modules that Ray no longer has to raysgd's modules."""
 
     def __init__(self) -> None:
         self._paths = Paths()

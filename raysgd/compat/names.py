@@ -21,7 +21,7 @@ MOVED = {
         "SGDWorkerGroup": "raysgd.train.trainer:TrainWorkerGroup",
     },
 }
-"""For each raysgd module, the old names that it also exports. Each has its location: `module`, or `module:name`."""
+"""For each raysgd module, the old names that it also exports, and where each is defined: `module` or `module:name`."""
 
 
 def former_names(module: str) -> None:

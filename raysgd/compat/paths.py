@@ -193,7 +193,7 @@ _INSIDE_RAY = {
     ),
     "ray.tune.suggest.zoopt": ("ray.tune.search.zoopt", "ZOOptSearch"),
 }
-"""Old names that current Ray has in other modules. They are replaced with these names of Ray."""
+"""Old names that current Ray has in other modules. The rewrite replaces them with Ray's current names."""
 _EXPERIMENTAL = "ray.experimental.sgd"
 _FORMERLY = ("", ".pytorch", ".tf", ".utils")
 """Submodules of `ray.util.sgd` that were in `ray.experimental.sgd` before."""
@@ -203,7 +203,7 @@ _BESIDE_SGD = {
         "LocalIterator ParallelIterator from_items from_iterators from_range",
     ),
 }
-"""Names that current Ray has, too. In programs that also use names in `_SGD`, they are replaced with raysgd's names,
+"""Old names that current Ray still has. In programs that also use names in `_SGD`, raysgd's names replace them,
 because Ray's and raysgd's objects do not work together."""
 
 _TRAIN: dict[str, tuple[str, str]] = {
@@ -329,7 +329,7 @@ _KEPT_BY_RAY = {
     "ray.ml.train.integrations.lightgbm": ("ray.train.lightgbm", "LightGBMTrainer"),
     "ray.ml.train.integrations.xgboost": ("ray.train.xgboost", "XGBoostTrainer"),
 }
-"""Old names that stay Ray's if the program uses a trainer that only Ray has, with their modules in current Ray."""
+"""Old names, with their modules in current Ray. If a program uses a trainer that only Ray has, they stay Ray's."""
 _GROUPS: dict[Group, dict[str, tuple[str, str]]] = {
     "sgd": {**_SGD, **_BESIDE_SGD, **_INSIDE_RAY},
     "train": _TRAIN,
@@ -547,7 +547,7 @@ class Paths:
     Args:
         ray_train: True if `ray.train` and `ray.air` mean the old library, not current Ray.
         beside_sgd: True if the program uses `ray.util.sgd` or another name that Ray no longer has.
-        keeps_ray_train: True if `ray.train` and `ray.air` mean current Ray only.
+        keeps_ray_train: True if `ray.train` and `ray.air` always mean current Ray.
     """
 
     def __init__(self, ray_train: bool = False, beside_sgd: bool = True, keeps_ray_train: bool = False) -> None:
@@ -575,7 +575,7 @@ class Paths:
         return None
 
     def today(self, name: str) -> str:
-        """Return the current name for a dotted name. It is the same if the name has not moved or is gone."""
+        """Return the current name for a dotted name. Return `name` itself if it has not moved, or is gone."""
         place = self.find(name)
         return (place and place.new) or name
 
@@ -611,9 +611,9 @@ class Paths:
         return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
 
     def _inside(self, old: str, module: str) -> NewPlace | None:
-        """Return the location of a name inside a listed module that is not in the module's list of names.
+        """Return the location of a name in a listed module, if the module's list of names lacks the name.
 
-        It may be a listed name that a program reaches through a submodule.
+        The program may reach a listed name through a submodule.
         """
         new, names = self._modules[module]
         inside = old.removeprefix(f"{module}.")
@@ -628,7 +628,7 @@ class Paths:
 
 
 def _has(new: str, module: str, names: Sequence[str], missing: str) -> str:
-    """List some names of a module for an error about a missing name: similar names, or else the first names."""
+    """For an error about a missing name, list names that the module has: similar names, or else the first names."""
     some = get_close_matches(missing.rpartition(".")[2], names, cutoff=0.5) or names[:_NUM_NAMES]
     if not some:
         return f"`{new}` has none of its names, and raysgd has no internals of the old library"

@@ -17,8 +17,8 @@ class Dataset:
     """Samples in batches, for `TorchTrainer.train(dataset=...)`. Batches are dealt to the workers round-robin.
 
     A list or another iterable repeats indefinitely, so pass `num_steps` to `train`. An epoch over `len(data)` samples
-    has `len(data) / (num_workers * batch_size)` steps. A call of `train` continues where the previous call with the
-    same dataset stopped. After a failure, it restarts at the first sample.
+    has `len(data) / (num_workers * batch_size)` steps. A call to `train` continues where the previous call with the
+    same dataset stopped. After a failure, the call restarts at the first sample.
 
     Args:
         data: An iterable that can be iterated repeatedly, a function without arguments that returns an iterable, or a
@@ -26,7 +26,7 @@ class Dataset:
         batch_size: Number of samples per worker in each step.
         download_func: Function that converts an item to a pair of input and label. Without it, the items must be pairs
             of input and label.
-        max_concurrency: Maximum number of concurrent calls of `download_func` in a worker, in threads. 0 for no limit.
+        max_concurrency: Maximum number of concurrent calls to `download_func` in a worker, in threads. 0 for no limit.
         transform: Function to apply to each input, in the worker.
 
     Attributes:
@@ -44,7 +44,7 @@ class Dataset:
     """
 
     keeps_position = True
-    """Tells trainers that each worker continues its shard in the next call of `train` instead of restarting it."""
+    """Tells trainers that each worker continues its shard in the next call to `train` instead of restarting it."""
 
     def __init__(
         self,

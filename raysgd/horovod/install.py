@@ -93,7 +93,7 @@ def installed_version() -> str | None:
 
 
 def probe() -> str | None:
-    """Start Horovod in a separate process. Return None on success, else the end of the process's output."""
+    """Start Horovod in a separate process to test it. Return None on success, else the process's last output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     if os.path.exists("/sys/class/net/lo"):
         environment["HOROVOD_GLOO_IFACE"] = "lo"

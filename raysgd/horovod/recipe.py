@@ -117,8 +117,8 @@ _DEFAULTS = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
 }
-# Environment variables that control how Horovod is built. Other variables that start with HOROVOD_ affect processes
-# that run it, and are not part of the cache key.
+# Environment variables that control how Horovod is built. Other variables that start with HOROVOD_ affect only running
+# processes, so they are not part of the cache key.
 _OPTIONS = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CUDA|NCCL|ROCM|BUILD|CPU|ALLOW|DEBUG)(_|$)")
 
 

@@ -118,7 +118,7 @@ def _encoded(store: str) -> str:
 
 
 def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
-    """Return the same S3 file system with fewer retries. By default, PyArrow would retry for up to 100 s."""
+    """Return an equivalent S3 file system with fewer retries. By default, PyArrow retries for up to 100 s."""
     fs = require("pyarrow.fs", "storage", _PURPOSE)
     options: dict[str, Any] = {"region": filesystem.region, **dict(parse_qsl(query.removeprefix("?")))}
     user, _, key = store.partition("://")[2].rpartition("@")[0].partition(":")

@@ -25,7 +25,7 @@ _ADVICE = "Check that the disk is mounted and that you may write there, or use a
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalFolder(Folder):
-    """A folder on a disk of this machine. The methods are documented in `Folder`.
+    """A folder on a local disk. The methods are documented in `Folder`.
 
     Attributes:
         local_path: Absolute path of the folder.

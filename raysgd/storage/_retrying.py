@@ -50,7 +50,7 @@ _LASTING_NUMBERS = {
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return True if a failure may be temporary. The exception's class decides, because stores' messages differ.
+    """Return True if a failure may be temporary, judging by the exception's class because stores' messages differ.
 
     >>> may_pass(ConnectionResetError()), may_pass(PermissionError())
     (True, False)
@@ -93,7 +93,7 @@ def retried(
 
 
 def limit_s() -> float:
-    """Return for how many seconds failures are retried, from the environment variable `RAYSGD_STORAGE_TIMEOUT_S`.
+    """Return how long failed operations are retried, in seconds: `RAYSGD_STORAGE_TIMEOUT_S`, or the default.
 
     Raises:
         ValueError: The variable is not a number of seconds.

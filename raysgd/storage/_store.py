@@ -45,7 +45,7 @@ class StoreFolder(Folder):
         root: The URI that was passed to `open_folder`.
         given: A file system that the user created. None to use the file system of `root`.
         base: The path in `given` that was passed to `open_folder`.
-        patience_s: For how many seconds failures are retried.
+        patience_s: How long failed operations are retried, in seconds.
         inside: The folder's path relative to `root`.
         is_staged: True for a staging folder. Its files must not change after they were uploaded.
     """
@@ -147,7 +147,7 @@ class StoreFolder(Folder):
         _transfers.on_threads(lambda name: self._fetch_to(name, target / name, sums.get(name, ())), files)
 
     def _listed_sums(self, lists: list[str]) -> dict[str, set[str]]:
-        """Read lists of checksums.
+        """Read files that list the checksums of uploaded files.
 
         Return the checksums of each file. A file that was uploaded repeatedly has several.
         """
@@ -339,7 +339,7 @@ def _base(name: str) -> str:
 
 
 def _listed_in(content: bytes) -> dict[str, str]:
-    """Parse a list of checksums.
+    """Parse the content of a `.raysgd-sums-*` file, which lists files and their checksums.
 
     Raises:
         ValueError: `content` is not a list of checksums.

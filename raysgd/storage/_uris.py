@@ -45,7 +45,7 @@ def scheme_of(text: str) -> str | None:
 
 
 def is_local(text: str) -> bool:
-    """Return True if a location is on a disk of this machine."""
+    """Return True if a location is on a local disk."""
     return scheme_of(text) in (None, *LOCAL_SCHEMES)
 
 
@@ -53,7 +53,7 @@ def local_path_of(name: str, text: str) -> Path:
     """Return the absolute path for a local path or a `file://` URI.
 
     Raises:
-        ValueError: The URI has the name of another machine.
+        ValueError: The URI names another machine.
     """
     if scheme_of(text) is not None:
         parts = urlsplit(text)

@@ -33,7 +33,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def uri(self) -> str:
-        """URI with which `open_folder` returns the same folder. It may contain keys; display `str(folder)` instead."""
+        """URI that you can pass to `open_folder`. It may contain secret keys, so display `str(folder)` instead."""
 
     @property
     @abstractmethod
@@ -71,7 +71,7 @@ class Folder(ABC):
 
     @abstractmethod
     def __truediv__(self, name: str) -> Folder:
-        """Return a subfolder. It need not exist."""
+        """Return the subfolder `name`, which need not exist."""
 
     @abstractmethod
     def without_retries(self) -> Folder:
@@ -105,7 +105,7 @@ class Folder(ABC):
 
     @abstractmethod
     def delete(self) -> None:
-        """Delete the folder and its content. If it was committed, it first stops being listed by `committed`."""
+        """Delete the folder and its content. A committed folder first disappears from `committed()`."""
 
     @abstractmethod
     def upload(self, source: Path, without: Collection[str] = ()) -> None:
@@ -134,7 +134,7 @@ class Folder(ABC):
         """Return True if the folder has a file with this name."""
 
     def read(self, name: str) -> bytes:
-        """Return a file's content."""
+        """Return a file's content as bytes."""
         with self.reading(name) as file:
             return file.read()
 

@@ -124,7 +124,7 @@ class FileStream(Stream):
     def _rows(self, file: StreamFile, start: int, is_needed: Callable[[int], bool]) -> Iterator[Any]:
         """Yield a file's rows from row `start` on.
 
-        A row for which `is_needed(row number)` is False is ignored, so any value may be yielded in its place.
+        The caller ignores a row for which `is_needed(row number)` is False, so any value may be yielded in its place.
         """
 
     @cached_property
@@ -174,7 +174,7 @@ class _Lines(FileStream):
 class JSONLinesStream(_Lines):
     """Reads JSON lines. Each non-empty line, parsed with `json.loads`, is a row. Files may be gzip-compressed.
 
-    Arguments and errors are the same as for `FileStream`. To resume at a row, the row's file is read from its
+    Arguments and errors are the same as for `FileStream`. To resume at a row, the stream reads the row's file from its
     beginning.
     """
 

@@ -1,10 +1,10 @@
 """Reads one worker's part of each global batch in a pass, from any position and in a group of any size.
 
-To deal means to decide how many rows each lane contributes to a global batch. All ranks deal independently and must get
-the same result. If shard lengths are unknown, or a filter drops rows, only a rank that reads a lane knows where the
-lane ends. Therefore, each lane is watched by one rank, which looks ahead in it. After each global batch, all ranks
-all-reduce what they found in the lanes that they watch. They also share the lanes' positions, so that no position is
-lost with a rank.
+A lane is one of the fixed row sequences through a stream's shards. To deal means to decide how many rows each lane
+contributes to a global batch. All ranks deal independently and must get the same result. If shard lengths are unknown,
+or a filter drops rows, only a rank that reads a lane knows where the lane ends. Therefore, each lane is watched by one
+rank, which looks ahead in it. After each global batch, all ranks all-reduce how many rows they found in their watched
+lanes. The ranks also share the lanes' positions, so that no position is lost if a rank dies.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from raysgd.streams.loaders import BatchLoader, BatchOrder, MadeBatches
 
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 StartSum: TypeAlias = Callable[[Numbers], Callable[[], Numbers]]
-"""Starts an all-reduce sum. Returns a function that waits for it and returns the result."""
+"""Function that starts an all-reduce sum, and returns a function that waits for the result and returns it."""
 _NUM_SHOWN = 2  # number of padding rows; two, because batch normalization raises an error for a single row
 
 
 def alone(numbers: Numbers) -> Callable[[], Numbers]:
-    """All-reduce for a single rank: return its numbers unchanged."""
+    """Stand in for an all-reduce if there is only one rank: return the rank's numbers unchanged."""
     return lambda: numbers
 
 
 class LaneEnds:
     """Tracks how many rows were dealt from each lane, and where lanes end.
 
-    If shard lengths are unknown, each rank looks ahead in the lanes that it watches and shares what it sees. The shared
-    information may be some global batches old.
+    If shard lengths are unknown, each rank looks ahead in the lanes that it watches and shares what it sees. A rank may
+    receive this information several global batches later.
 
     Args:
         of_pass: The pass over the stream.
@@ -63,7 +63,7 @@ class LaneEnds:
 
     @property
     def num_left(self) -> int | None:
-        """Number of rows left in the pass. None if it is unknown but at least 1."""
+        """Number of rows left in the pass. None if the number is unknown but at least 1."""
         return sum(self._seen_to) - sum(self.counts) if all(self._is_dry) else None
 
     def num_seen(self, num_rows: int) -> int:
@@ -78,7 +78,7 @@ class LaneEnds:
         return self._is_dry, self._seen_to, self.counts
 
     def see(self, counts: Sequence[int], num_rows: int, found: Sequence[tuple[int, LanePosition]]) -> None:
-        """Share what this rank sees after a global batch. All ranks must call this at the same point in the pass.
+        """Share how many rows this rank found left in its watched lanes. All ranks must call this at the same point.
 
         Args:
             counts: Number of rows dealt from each lane up to this point.
@@ -91,7 +91,7 @@ class LaneEnds:
         self._told.append((counts, num_rows, self._start_sum(numbers)))
 
     def hear(self) -> None:
-        """Wait for the results of all pending calls of `see` and process them."""
+        """Wait for the results of all pending calls to `see`, and process the results."""
         while self._told:
             counts, num_rows, wait = self._told.popleft()
             num_left, *lanes = wait().T.tolist()
@@ -107,7 +107,7 @@ class LaneEnds:
         Args:
             num_rows: Number of rows in the global batch.
             look: Looks ahead in each watched lane by a given number of rows and calls `see`. Called if a lane must
-                provide more rows than have been seen in it.
+                provide more rows than any rank has seen in the lane.
         """
         self.hear()
         while True:
@@ -125,12 +125,12 @@ class LaneEnds:
         return dealt
 
     def position(self) -> StreamPosition:
-        """Return the position after the rows dealt so far, based on the information processed by `hear` so far."""
+        """Return the position after the rows dealt so far, computed from the lane positions that `hear` received."""
         return StreamPosition(self._num_rows, self._turn, None if self._is_known else tuple(self._lanes))
 
     @property
     def places(self) -> Sequence[Place]:
-        """The place in each lane after the rows dealt so far."""
+        """For each lane, the number of rows dealt so far if lengths are known, otherwise the lane's position."""
         return self.counts if self._is_known else self._lanes
 
     @property
@@ -169,7 +169,7 @@ class StreamBatch(NamedTuple):
         num_global: Number of rows that all workers process at the same time.
         is_first: True for the worker's first batch of the global batch.
         is_last: True for the worker's last batch of the global batch.
-        ends_pass: True if the global batch is known to be the last of the pass.
+        ends_pass: True if the global batch is known to be the pass's last.
         after: Position after the global batch.
     """
 
@@ -260,7 +260,7 @@ class GlobalReader:
         return self._shares.global_size * (1 + self._loading.num_ahead + self._stream.drop_last)
 
     def _deal(self) -> None:
-        """Deal the next global batch and request it from the loader, unless the pass has ended."""
+        """Decide how many rows each lane adds to the next global batch, and request them, unless the pass has ended."""
         stream, most, places = self._stream, self._shares.global_size, self._ends.places
         wanted = most if stream.limit is None else min(most, stream.limit - self._num_rows)
         dealt = self._ends.deal(wanted, self._look)
@@ -277,7 +277,7 @@ class GlobalReader:
         self._ordered.append(_GlobalBatch(parts, counts, num_seen, self._is_over, after))
 
     def _ends_here(self) -> bool:
-        """Return True if the global batch dealt most recently is known to be the last of the pass."""
+        """Return True if the most recently dealt global batch is known to be the pass's last."""
         stream, num_left = self._stream, self._ends.num_left
         if stream.limit is not None:
             of_limit = stream.limit - self._num_rows
@@ -305,7 +305,7 @@ class GlobalReader:
         return self._made.popleft() if self._made else self._receive()
 
     def _look(self, num_rows: int) -> None:
-        """Look ahead in each watched lane, beyond all dealt rows, and share what this rank sees."""
+        """Look ahead in each watched lane, beyond all dealt rows, and share how many rows are left."""
         counts, places = self._ends.counts, self._ends.places
         while self._num_orders:
             self._made.append(self._receive())

@@ -140,7 +140,7 @@ class HuggingFaceStream(Stream):
         return (self._formatted(table) for table in part.iter(_ROWS_AT_ONCE))
 
     def _formatted(self, table: Any) -> list[Any]:
-        """Convert a table to the rows that the dataset would yield, but several times as fast as row by row."""
+        """Convert a table to the rows that the dataset would yield. This is much faster than row-by-row conversion."""
         assert self._formatter is not None, "there are tables"
         if any(map(_has_nulls, table.columns)):  # row by row, because a null changes the type of its whole column
             return [self._formatter.format_row(table.slice(number, 1)) for number in range(len(table))]
@@ -168,14 +168,14 @@ class HuggingFaceStream(Stream):
 
 
 def _is_in_shards(rows: Any) -> bool:
-    """Return True if a dataset's source is known to process each shard separately."""
+    """Return True if a dataset is known to process each of its shards separately."""
     sources = [*getattr(rows, "ex_iterables", ()), *([rows.ex_iterable] if hasattr(rows, "ex_iterable") else ())]
     name = type(rows).__name__.removesuffix("Iterable").removesuffix("Examples")
     return name in _IN_SHARDS and not getattr(rows, "with_indices", False) and all(map(_is_in_shards, sources))
 
 
 def _is_plain(column_type: Any) -> bool:
-    """Return True if the column holds numbers, strings, bytes, or lists of them, which need no decoding."""
+    """Return True if a column needs no decoding, because it holds numbers, strings, bytes, or lists of these."""
     from pyarrow import BaseExtensionType, types
 
     of_list = types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type)

@@ -86,7 +86,7 @@ class OpenShards:
         stream: Source of the rows.
         shards: The shards of `stream`.
         lanes: Defines the parts of each lane. A part is the rows that a lane reads from one shard.
-        expected: The lanes that this process reads.
+        expected: The lanes that this process will read.
         block: Number of rows that a lane reads at a time.
         skips: Whether to skip unreadable rows.
     """
@@ -105,7 +105,7 @@ class OpenShards:
         self._readings: dict[int, list[_Reading]] = {}  # readings of each shared shard, most recently used last
 
     def rows(self, part: LanePart, start: int) -> Iterator[Numbered]:
-        """Return the rows of a lane's part with their numbers, from row `start` of the shard on.
+        """Return a lane part's rows with their row numbers, from the shard's row `start` on.
 
         Raises:
             StreamError: The shard cannot be read, or its number of rows differs from `Shard.num_rows`.
@@ -123,7 +123,7 @@ class OpenShards:
                 reading = self._reading(part, at)
 
     def _reading(self, part: LanePart, at: int) -> _Reading:
-        """Return a reading that has buffered row `at` or will reach it soon. If there is none, open the shard again."""
+        """Return a reading that has buffered row `at` or will reach it soon. Otherwise, reopen the shard."""
         readings = self._readings.setdefault(part.shard, [])
         found = next((each for each in reversed(readings) if each.has(part.first, at)), None)
         if found is None:
@@ -258,7 +258,7 @@ class LaneReader:
         return self._blocks[0][0]._replace(skip=self._num_taken) if self._blocks else self._next_block
 
     def peek(self, num_rows: int) -> int:
-        """Return how many rows are left in the lane, but at most `num_rows`. This buffers the rows."""
+        """Buffer up to `num_rows` rows and return how many were left in the lane, at most `num_rows`."""
         while (num_wanted := num_rows - len(self._waiting)) > 0 and self._read_block(num_wanted):
             pass
         return min(len(self._waiting), num_rows)
@@ -317,7 +317,7 @@ class LaneReader:
 Place: TypeAlias = int | LanePosition
 """A place in a lane.
 
-If shard lengths are known, the number of rows used from the lane so far. Otherwise, the position.
+It is the number of rows used from the lane so far if shard lengths are known, and a `LanePosition` otherwise.
 """
 
 
@@ -361,12 +361,12 @@ class StreamPass:
 
     @property
     def block(self) -> int:
-        """Number of rows of a lane that are shuffled together; 1 if the stream is not shuffled."""
+        """Number of consecutive rows in a lane that are shuffled together; 1 if the stream is not shuffled."""
         return 1 if self.stream.buffer == 1 else max(2, -(-self.stream.buffer // self.num_lanes))
 
     @property
     def is_known(self) -> bool:
-        """True if the number of rows of each lane is known in advance."""
+        """True if each lane's number of rows is known in advance."""
         return self.stream.keeps_rows and total(self.shards) is not None
 
     @cached_property
@@ -390,13 +390,13 @@ class StreamPass:
         return deal(num_rows, self.lengths, turn=0)
 
     def position(self, lane: int, place: Place) -> LanePosition:
-        """Convert a place in a lane to a position."""
+        """Convert a place in a lane, which is a number of rows or already a position, to a position."""
         if isinstance(place, LanePosition):
             return place
         return self.lanes.position(lane, place, self._of_shards, self.block)
 
     def open_shards(self, expected: Collection[int]) -> OpenShards:
-        """Return an `OpenShards` for the given lanes. It opens no shard yet."""
+        """Return an `OpenShards` for the given lanes. Shards are opened on first use."""
         return OpenShards(self.stream.source, self.shards, self.lanes, expected, self.block, self.stream.skips)
 
     def reader(self, lane: int, opened: OpenShards, position: LanePosition) -> LaneReader:
@@ -408,7 +408,7 @@ class StreamPass:
 
     @property
     def last_steps(self) -> RowSteps:
-        """The steps after the last filter. They run only on rows that the worker uses."""
+        """The `map` steps after the last filter, which run only on rows that the worker uses."""
         first = self.stream.num_to_count
         return RowSteps(self.stream.steps[first:], self._seed, first)
 

@@ -37,7 +37,7 @@ class LanePart(NamedTuple):
         return max(0, -(-(of_shard - self.first) // self.step))
 
     def next_row(self, row: int) -> int:
-        """Return the lane's first row at or after `row`."""
+        """Return the number of the lane's first row at or after `row`."""
         return max(self.first, row + (self.first - row) % self.step)
 
 
@@ -59,7 +59,7 @@ class LanePosition(NamedTuple):
 
 @dataclass(frozen=True)
 class Lanes:
-    """The shards of all lanes in one pass.
+    """The assignment of shards to lanes in one pass.
 
     Attributes:
         order: Indices of the shards, in the order of the pass.
@@ -144,7 +144,7 @@ def lanes_of(rank: int, world_size: int, num_lanes: int) -> range:
 def spread_order(num_lanes: int) -> list[int]:
     """Return the lanes in the order of their turns. Lanes with consecutive turns have distant indices.
 
-    The rows of a few turns therefore come evenly from the whole range of lanes, so workers mostly read their own lanes.
+    Consecutive rows therefore come from lanes spread over the whole range, so workers mostly read their own lanes.
 
     >>> spread_order(8)
     [0, 4, 2, 6, 1, 5, 3, 7]

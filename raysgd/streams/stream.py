@@ -84,7 +84,7 @@ class Stream(ABC):
         Args:
             function: Function of a row. It runs in the worker that trains on the row.
             seeded: Whether to call `function(row, generator)` with a NumPy generator. Its seed depends on the row, the
-                epoch and the training's seed.
+                epoch and the trainer's seed.
 
         Raises:
             TypeError: `function` is not callable.
@@ -105,8 +105,8 @@ class Stream(ABC):
         The result does not depend on where in the chain you call this method.
 
         Args:
-            buffer: Number of rows that all workers together buffer for shuffling. Each lane uses at least two.
-            seed: Seed of the order. Default: the training's seed.
+            buffer: Number of rows that all workers together buffer for shuffling. Each lane buffers at least two rows.
+            seed: Seed of the order. Default: the trainer's seed.
 
         Raises:
             ValueError: `buffer` is not a positive integer, or the stream is already shuffled or limited by `take`.
@@ -184,7 +184,7 @@ class Stream(ABC):
         return replace(rows, steps=(*rows.steps, RowStep(function, is_filter, is_seeded)))
 
     def _of_rows(self, name: str) -> Pipeline:
-        """Return the stream for a method that processes rows. Raise a `ValueError` if it is already batched."""
+        """Return the stream for the method `name`, which adds a row step. Reject a stream that is already batched."""
         rows = self._pipeline()
         if rows.batch_size is not None:
             raise ValueError(f"`{name}` after `batch`: `{name}` works on rows, so call it before `batch`.")
@@ -258,7 +258,7 @@ DROPPED = object()
 
 
 def warn_of_row(error: StreamError) -> None:
-    """Log a warning about a skipped row. After a few warnings per process, stop logging such rows."""
+    """Log a warning about a skipped row. After a few warnings in this process, log no more."""
     number = next(_NUM_WARNINGS)
     if number < _MOST_WARNINGS:
         more = "; further skipped rows are counted, but not logged" if number == _MOST_WARNINGS - 1 else ""
@@ -332,7 +332,7 @@ class Pipeline(Stream):
         source: Source of the rows.
         steps: Functions and filters, in order.
         buffer: Number of rows that all workers together buffer for shuffling; 1 if the stream is not shuffled.
-        seed: Seed of the order, or None for the training's seed.
+        seed: Seed of the order, or None for the trainer's seed.
         limit: Maximum number of rows per epoch, or None for no limit.
         batch_size: Number of rows in a global batch, or None before `batch`.
         drop_last: Whether to drop the last global batch if it is incomplete.
@@ -367,7 +367,7 @@ class Pipeline(Stream):
 
     @property
     def num_to_count(self) -> int:
-        """Number of steps that must run to know which rows remain: up to the last filter, or all steps with `skips`."""
+        """Number of leading steps that decide which rows remain: up to the last filter, or all steps with `skips`."""
         return (
             len(self.steps)
             if self.skips

@@ -5,8 +5,8 @@ Nothing is simulated, and none of this code runs unless you call one of these fu
 
 See `docs/recipes/test-with-faults.md`.
 
-A fault is armed in the process that has the given rank when you call the function. It stays in that process, even if
-the rank of the process changes. If another process later takes over the rank, it is not affected.
+A fault is armed in the process that has the given rank when you call the function. The fault stays in that process,
+even if the process's rank changes. Another process that later takes over the rank is not affected.
 """
 
 from __future__ import annotations

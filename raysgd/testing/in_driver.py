@@ -22,7 +22,7 @@ _undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.W
 
 
 def disarm_all(trainer: Any) -> None:
-    """Disarm all faults of this trainer that would be triggered in the driver."""
+    """Disarm all of this trainer's faults that would be triggered in the driver."""
     for undo in list(_undo.get(trainer, {}).values()):
         undo()
 
@@ -35,7 +35,7 @@ def _disarm(trainer: Any, name: str) -> None:
 
 
 def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
-    """Call `act` before this trainer's next call of the method `name`."""
+    """Call `act` before the next call to this trainer's method `name`."""
     _disarm(trainer, name)
     original = getattr(trainer, name)
 
@@ -56,7 +56,7 @@ def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
     """Arm a fault that kills these ranks while the next worker group is set up.
 
-    Groups without these ranks are skipped.
+    Groups that are too small to have these ranks do not trigger the fault.
     """
     _disarm(trainer, "setup")
     lifecycle = controller_of(trainer)
@@ -91,7 +91,7 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class _DyingMaker:
-    """Calls `make_replica`, which creates a worker's replica, but kills the worker's process on the given ranks."""
+    """Creates a worker's replica with `make_replica`. On the given ranks, kills the worker's process instead."""
 
     make_replica: Callable[[World], Any]
     ranks: tuple[int, ...]

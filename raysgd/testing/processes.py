@@ -54,7 +54,7 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
 def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
     """Stop the process of one or more ranks with SIGSTOP, as if its machine had frozen. The process never continues.
 
-    The next call of the trainer notices the missing heartbeats after `heartbeat_s` seconds and kills the process.
+    The next call to the trainer notices the missing heartbeats after `heartbeat_s` seconds and kills the process.
 
     Args:
         trainer: A running trainer with workers outside the driver.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) -> list[int]:
-    """Validate the ranks and return them sorted.
+    """Check that faults can be armed in these ranks, and return the ranks sorted.
 
     Raises:
         ValueError: The trainer has no such rank, or the rank is the driver and `may_be_driver` is False.

@@ -56,7 +56,7 @@ class Trap:
         self.act()
 
     def before(self, owner: Any, name: str) -> None:
-        """Spring the trap before each call of the method `name` of `owner`."""
+        """Spring the trap before each call to the method `name` of `owner`."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -89,7 +89,7 @@ _traps: list[Trap] = []  # all traps that were set in this process
 
 
 def _set(replica: Any, trap: Trap) -> str | None:
-    """Set the trap in this worker, even while the worker runs a call.
+    """Set the trap in this worker, even while the worker is training.
 
     Return None, or a message if the worker's replica does not have the trigger point.
     """

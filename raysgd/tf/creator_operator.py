@@ -52,7 +52,7 @@ class CreatorOperator(TrainingOperator):
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
 
     def _keep_optimizers(self) -> None:
-        """Register the model's current optimizers. They change when the user compiles the model again."""
+        """Register the model's current optimizers. The optimizers change when the user compiles the model again."""
         record = self._raysgd.registered
         self._raysgd.registered = replace(record, optimizers=registration.optimizers_in(self.model))
 
@@ -78,7 +78,7 @@ class CreatorOperator(TrainingOperator):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Run one `fit` with the options in `fit_config`, and return the last value of each entry in its history.
+        """Run Keras's `fit` once, with the options in `fit_config`. Return its last epoch's metrics.
 
         Each value is returned twice, under Keras's name and with the prefix `train_`: `loss` and `train_loss`.
         """
@@ -122,13 +122,13 @@ class CreatorOperator(TrainingOperator):
             model.stop_training = False
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options, is_resumed)
-        if is_resumed:  # callbacks that restore weights may restore others on ranks that have not seen all epochs
+        if is_resumed:  # `EarlyStopping` may restore different weights on ranks that joined late
             global_metrics.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
 
     def _fit_rest(self, options: dict[str, Any], is_resumed: bool) -> None:
-        """Train the rest of an interrupted epoch, if any, and then the remaining epochs."""
+        """Finish an interrupted epoch, if there was an interruption, and then train the remaining epochs."""
         num_epochs, stream, model = options.get("epochs", 1), self._raysgd.fit, self.model
         assert stream.place is not None
         if stream.place.is_over:
@@ -226,7 +226,7 @@ class CreatorOperator(TrainingOperator):
     def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
         """Return a callback that stops all ranks at the same step.
 
-        Return [] if no callback of the user acts on steps.
+        Return an empty list if none of the user's callbacks acts on steps.
         """
         group = self._raysgd.context.synchronizer.group
 
@@ -238,7 +238,7 @@ class CreatorOperator(TrainingOperator):
         return [stopper(self.model, is_anyone)] if is_needed else []
 
     def _validation_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return the validation options of `fit` for this rank, and True if all ranks split the same batches."""
+        """Return this rank's validation options for `fit`, and True if all ranks split the same batches."""
         data = options.get("validation_data")
         if data is None:
             return {}, False
@@ -250,7 +250,7 @@ class CreatorOperator(TrainingOperator):
         return {"validation_data": part, "validation_freq": frequency}, is_divided(dataset)
 
     def _agree(self) -> None:
-        """Copy rank 0's learning rate, best values and stop flag to all ranks. New ranks have missed earlier epochs."""
+        """Copy rank 0's learning rate, best metric values and stop flag to all ranks, because new ranks lack them."""
         synchronizer, model = self._raysgd.context.synchronizer, self.model
         [rate] = learning_rates.read([model.optimizer])
         keepers = self._keepers()
@@ -267,7 +267,7 @@ class CreatorOperator(TrainingOperator):
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
     ) -> dict[str, Any]:
-        """Run one `evaluate` with the options in `evaluate_config`. Every sample counts once."""
+        """Run Keras's `evaluate` once, with the options in `evaluate_config`. Every sample counts once."""
         dataset = self.validation_dataset
         if dataset is None:
             raise NoDataError("`validate` needs a test dataset, but `data_creator` returned None instead.")
@@ -305,7 +305,7 @@ class CreatorOperator(TrainingOperator):
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
-        """Return this rank's part of a dataset, or of the dataset's first `steps` batches."""
+        """Return this rank's part of an evaluation dataset, or of the dataset's first `steps` batches."""
         world = self._raysgd.context.world
         if is_divided(dataset):
             whole = dataset if steps is None else dataset.take(steps)
@@ -325,7 +325,7 @@ class CreatorOperator(TrainingOperator):
         return 0 if self.world_rank else 1 if asked == "auto" else int(asked)
 
     def _keepers(self) -> list[Any]:
-        """Return the user's `ModelCheckpoint` callbacks. Every rank's config has them, but only rank 0 runs them."""
+        """Return the user's `ModelCheckpoint` callbacks. They are in every rank's config, but only rank 0 runs them."""
         given = _listed(self.config.get(_FIT_CONFIG) or {})
         return [each for each in given if "ModelCheckpoint" in registration.class_names(each) and hasattr(each, "best")]
 

@@ -32,7 +32,7 @@ class FitPlace:
         num_passes: Number of passes over the dataset that were started before the current pass.
         num_batches: Number of batches of the current pass used so far. With `steps_per_epoch`, a pass may span several
             epochs, so this may exceed `num_steps`.
-        logs: Latest value of each metric that earlier epochs reported.
+        logs: The latest value of each metric that Keras has reported in earlier epochs.
         is_over: True if `fit` has finished, because all epochs are done or a callback stopped it.
     """
 
@@ -77,13 +77,13 @@ class FitStream:
         self.passes = passes
         self.place: FitPlace | None = None
         self.logs: Mapping[str, float] = {}  # reported by the most recently finished `fit`
-        self.measures = False  # True while the model's metrics cover the current epoch
+        self.measures = False  # True once the model's metrics hold the current epoch's values
         self.has_begun = False  # True if `on_train_begin` of this process's callbacks was called
         self.steps_per_execution = 1
         self.at_boundary: Callable[[], None] | None = None
         self._exchanges = exchanges
         self._num_steps_before = 0
-        self._num_exchanges_before: int | None = None  # exchanges before the current epoch; None between epochs
+        self._num_exchanges_before: int | None = None  # all-reduces before the current epoch; None between epochs
         self._num_passes_elsewhere: int | None = None
 
     @property
@@ -100,7 +100,10 @@ class FitStream:
 
     @property
     def is_whole(self) -> bool:
-        """True between two steps. With `steps_per_execution`, true only between two executions."""
+        """True between two steps.
+
+        With `steps_per_execution`, which runs several steps in one graph, true only between runs.
+        """
         return self._num_exchanges % (self._exchanges.num_per_step * self.steps_per_execution) == 0
 
     @property
@@ -131,20 +134,20 @@ class FitStream:
         return iter(())
 
     def settle(self) -> None:
-        """Record that Keras's `fit` has finished. The ranks' final collectives may still fail."""
+        """Record that Keras's `fit` has finished, although the ranks' final collectives may still fail."""
         self._close()
         if self.place is not None:
             self.place = replace(self.place, is_over=True)
 
     def end(self) -> None:
-        """Forget the position at the end of a training call, so that the next call starts a new `fit`."""
+        """Discard the position when a training call ends, so that the next call starts a new `fit`."""
         self._close()
         self.has_begun = False
         if self.place is not None:
             self.logs, self.place = self.place.logs, None
 
     def break_off(self) -> None:
-        """Record the position before the interrupted step, which will be repeated."""
+        """After an interrupted step, store the position before that step, which will be repeated."""
         if self.place is not None:
             self.place = self._present_place()
         self._close()
@@ -161,7 +164,7 @@ class FitStream:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
 
     def begin_fit(self, first_epoch: int) -> bool:
-        """Prepare for a `fit`. Return True if an interrupted `fit` is resumed."""
+        """Prepare for a `fit`. Return True if it resumes an interrupted `fit`."""
         if self.place is None:
             self.go_to_next_pass()
             self.place = FitPlace(first_epoch, num_passes=self.passes.num_begun)
@@ -170,7 +173,7 @@ class FitStream:
         return True
 
     def go_to_next_pass(self) -> None:
-        """If a state was restored, go to the pass at which the next `fit` must start."""
+        """If a state was restored, move the dataset to the pass in which the next `fit` must start."""
         if self._num_passes_elsewhere is not None:
             self.passes.go_to(self._num_passes_elsewhere)
         self._num_passes_elsewhere = None
@@ -214,7 +217,7 @@ class FitStream:
         return length if length >= 0 else None
 
     def before_exchange(self) -> None:
-        """Call `at_boundary` if the next exchange is the first of a step."""
+        """Call `at_boundary` if the next gradient all-reduce is the first one of a step."""
         if self.at_boundary is not None and self.is_whole:
             self.at_boundary()
 
@@ -227,7 +230,7 @@ def _plain(value: Any) -> Any:
 def tracker(
     stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None], rates: learning_rates.Rates
 ) -> Any:
-    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. It must be the last one.
+    """Return a callback that notifies `stream` of epochs and calls `agree` after each epoch. Put it last.
 
     If a `fit` is resumed, the callback also sets the learning rate to `rates`. The user's callbacks on a new worker
     have missed earlier epochs and may have changed the rate.
@@ -251,7 +254,9 @@ def tracker(
 
 
 def callbacks_of_part(model: Any, callbacks: Sequence[Any], num_steps_before: int, **params: Any) -> Any:
-    """Return a Keras callback list for one part of an interrupted `fit`. It hides the interruption from the callbacks.
+    """Return a Keras callback list for one part of an interrupted `fit`.
+
+    The list hides the interruption from the callbacks.
 
     Args:
         model: The model to train.
@@ -331,9 +336,9 @@ def one_part(
     Args:
         model: The model to train.
         callbacks: The user's callbacks.
-        measures: True to continue the model's metrics in the first epoch instead of resetting them.
+        measures: True to keep the values of the model's metrics when the first epoch starts, instead of resetting them.
         silenced: Callback methods that must not be called in this part, because another part calls them.
-        is_last: True for the last part, at whose end the optimizer writes its averages into the model.
+        is_last: True for the last part. When that part ends, the optimizer writes its averaged weights into the model.
     """
 
     def nothing() -> None:
@@ -356,4 +361,4 @@ def one_part(
 
 
 def _nothing(*arguments: Any, **named: Any) -> None:
-    """Replaces a method that must not be called in this part of a `fit`."""
+    """Do nothing. Replaces a callback method that must not run in this part of a `fit`."""

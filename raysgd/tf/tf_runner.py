@@ -20,7 +20,7 @@ from raysgd.trainer.worker.runner import ClassRunner
 
 
 class TFRunner(ClassRunner):
-    """Runs a user's TensorFlow operator in a worker. Its methods are the calls that the driver makes."""
+    """Runs a user's TensorFlow operator in a worker. The driver calls its methods remotely."""
 
     _hosted: TFHostedOperator
 
@@ -35,8 +35,8 @@ class TFRunner(ClassRunner):
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
         """Run the operator's `validate` once.
 
-        If data was passed to the call and Keras's `evaluate` draws the batches, the call's data temporarily replaces
-        the registered validation dataset.
+        If the user passed data to the call and Keras's `evaluate` draws the batches, that data temporarily replaces the
+        registered validation dataset.
         """
         if request.shard_key is None:
             self._hosted.feed.align_validation()

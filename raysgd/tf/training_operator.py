@@ -128,10 +128,10 @@ class TrainingOperator(BaseOperator):
         return summary
 
     def _count_left_out(self) -> int:
-        """Count steps in which only other workers had samples, since the last call. Add them to `global_step`.
+        """Add to `global_step` the steps since the last call to this method in which only other workers had samples.
 
         Returns:
-            The number of these steps.
+            How many steps were added.
         """
         internals = self._raysgd
         number, internals.num_left_out = internals.num_left_out, 0
@@ -174,8 +174,8 @@ class TrainingOperator(BaseOperator):
     def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
         """Return the model's output and the loss, a mean over samples. Used in training and validation.
 
-        If the loss is a mean over other units, such as tokens, return their number as a third value. Gradients and
-        metrics are then averaged over all workers with this weight.
+        If the loss is a mean over other units, such as tokens, return the number of units as a third value. Gradients
+        and metrics are then averaged over all workers with this weight.
         """
         import tensorflow as tf
 
@@ -187,7 +187,7 @@ class TrainingOperator(BaseOperator):
         return output, loss
 
     def optimizer_step(self, gradients: Sequence[Any]) -> None:
-        """Apply the gradients. The optimizer first averages the gradients of all workers, weighted by samples."""
+        """Apply the gradients. The optimizer first averages them across all workers, weighted by samples."""
         optimizer = required(self, "optimizer")
         self._raysgd.context.synchronizer.require_watched(optimizer)
         variables = required(self, "model").trainable_variables
@@ -241,7 +241,7 @@ class TrainingOperator(BaseOperator):
     def register(self, *, models: Any, optimizers: Any = None, loss: Any = None, metrics: Any = None) -> Any:
         """Register models, optimizers, loss and metrics.
 
-        Afterwards, the optimizers average the gradients of all workers, wherever you use them.
+        Afterwards, the optimizers average gradients across all workers, wherever you use the optimizers.
 
         Args:
             models: A Keras model, or a list or tuple of models.
@@ -296,7 +296,7 @@ class TrainingOperator(BaseOperator):
             train_dataset: One of the following: a `tf.data.Dataset` of batches, which must be the same on every worker;
                 a Ray Data dataset, or `raysgd.data.RayBatches` of such a dataset; or, with `split_batches=True`, a
                 stream.
-            validation_dataset: The dataset for validation. It can be of the same types.
+            validation_dataset: The validation dataset, of one of the same types.
             sharding: `"worker"` if a batch of a dataset is for one worker, or `"global"` if it is a global batch, as
                 with TensorFlow's strategies. With `split_batches=True`, it is always "global". A dataset whose
                 auto-shard policy is OFF is not sharded.
@@ -331,8 +331,8 @@ class TrainingOperator(BaseOperator):
     def weighted_loss(self, loss: Any, weight: Any) -> Any:
         """Scale a loss that is a mean over `weight` units, such as tokens, so that gradients are averaged by units.
 
-        Call this in your own `train_step`, on all workers, before you compute gradients. Report the unscaled `loss` as
-        a metric, and the weight under `raysgd.utils.BATCH_WEIGHT`.
+        Call this method in your own `train_step`, on all workers, before you compute gradients. Report the unscaled
+        `loss` as a metric, and the weight under `raysgd.utils.BATCH_WEIGHT`.
         """
         losses = self._raysgd.context.synchronizer.losses
         return loss if losses is None else losses.weighted(loss, weight)

@@ -1,7 +1,7 @@
 """Hyperparameter search: runs trainers as trials of Ray Tune, or in a `Population`, which does not use Ray Tune.
 
-In a trial, the trainer starts its workers in the resources that Tune reserved for the trial. It forwards rank 0's
-reports and its checkpoints to Tune, which chooses the configs.
+In a trial, the trainer starts its workers in the resources that Tune reserved for the trial. The trainer forwards rank
+0's reports and the checkpoints to Tune, which chooses the configs.
 
 No other package of raysgd imports this package.
 """
@@ -38,7 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def function(func: Function) -> Function:
     """Return `func` unchanged.
 
-    Programs written for early versions of Ray Tune use this to mark a function as a plain value in a config, which Tune
-    would otherwise have called to draw a value.
+    Early versions of Ray Tune called functions in a config to draw values. Programs written for these versions use this
+    to mark a function that Tune must not call.
     """
     return func

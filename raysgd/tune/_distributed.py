@@ -69,7 +69,7 @@ def make_distributed(
 
 
 def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
-    """Run the training function in a worker, with a folder that contains the last checkpoint's files."""
+    """Run the training function in a worker. Pass it a folder with the last checkpoint's files, if there is one."""
     _running.append(func)
     try:
         saved = train.load_checkpoint()
@@ -86,7 +86,7 @@ def _run(func: Callable[..., Any], config: dict[str, Any]) -> Any:
 
 
 def is_distributed_trainable() -> bool:
-    """Return True if this process is a worker that runs a trial's function."""
+    """Return True if this process is a worker in which a trial's training function is running."""
     return bool(_running)
 
 
@@ -94,7 +94,7 @@ def is_distributed_trainable() -> bool:
 def distributed_checkpoint_dir(step: int, disable: bool = False) -> Iterator[str]:
     """Yield a folder to save a checkpoint into, on every worker.
 
-    Rank 0's files become the checkpoint; other ranks' files are deleted.
+    After the block, rank 0's files become the checkpoint, and other ranks' files are deleted.
 
     Args:
         step: Training step at which the checkpoint is saved.

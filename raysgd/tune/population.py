@@ -1,4 +1,4 @@
-"""Population-based training with live trainers: several trainers train at once, and bad ones copy good ones.
+"""Population-based training with live trainers: several trainers train at once, and the worst copy the best.
 
 Each member of a population is a trainer with a config. All members train at the same time and keep their worker
 processes. A member with a bad result receives a better member's state from memory and continues with new operators and
@@ -44,8 +44,9 @@ class Member:
         index: The member's number, from 0, which never changes.
         config: The config with which the member currently trains.
         trainer: The `TorchTrainer` or `TFTrainer` that trains the member's model.
-        result: The result of the last interval. Empty if the member has no result or was restarted.
-        history: The results of all intervals. Each has the config used in its interval under `config`.
+        result: The result of the last interval, a round of training and validation. Empty if the member was restarted
+            or has no result.
+        history: The results of all intervals. Each result has the interval's config under `config`.
     """
 
     index: int
@@ -76,7 +77,7 @@ def train_and_validate(trainer: Any) -> dict[str, Any]:
 
 
 class Population:
-    """Trains several trainers at once. Between intervals, the worst copy the best and continue with a similar config.
+    """Trains several trainers at once, in intervals. After each interval, the worst trainers copy the best.
 
     Args:
         trainer_factory: Function that takes a config and returns a new `TorchTrainer` or `TFTrainer`. Called once per
@@ -87,8 +88,7 @@ class Population:
         size: Number of members. The workers of all members must fit into the cluster at the same time.
         metric: Name of the result that ranks members.
         mode: "min" or "max". "auto" decides by the metric's name, as in `EarlyStopping`.
-        step: Function that takes a trainer, runs one interval and returns its result. Default: `train`, then
-            `validate`.
+        step: Function that runs one interval on a trainer and returns the result. Default: `train`, then `validate`.
         quantile: Fraction of members that copy another member. The same fraction, at the other end of the ranking, is
             copied. At most 0.5.
         exploration: Rules for changing a copied config.
@@ -155,8 +155,8 @@ class Population:
 
         Raises:
             ValueError: A member's result does not contain the metric.
-            Exception: `step` raised this exception for a member. It is raised here after the other members finish the
-                interval and store their results. The failed member has no result, so it ranks last.
+            Exception: `step` failed for a member. Its exception is raised after the other members finish the interval
+                and store their results. The failed member has no result, so it ranks last.
         """
         results, errors = _at_the_same_time(self._train_member, self.members, self._interrupt)
         if errors:
@@ -185,7 +185,7 @@ class Population:
             member.trainer._interrupt()
 
     def evolve(self) -> list[Exploit]:
-        """Let each of the worst members copy a random one of the best members and continue with a similar config."""
+        """Let each of the worst members copy a randomly chosen best member and continue with a similar config."""
         num_copies = min(math.ceil(len(self.members) * self._quantile), len(self.members) // 2)
         ranked = self.ranked
         worse = ranked[len(ranked) - num_copies :]
@@ -366,7 +366,7 @@ def draw_one(source: Any, random: Random) -> Any:
 
 
 def is_drawn(source: Any) -> bool:
-    """Return True if values are drawn from this entry of a space, and False if the entry is a fixed value."""
+    """Return True if an entry of a search space is drawn from, and False if it is a fixed value."""
     return isinstance(source, list | tuple) or hasattr(source, "sample") or callable(source)
 
 

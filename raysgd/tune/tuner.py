@@ -1,8 +1,8 @@
 """`Tuner`: runs a trainer that has a `fit()` method with many configs that Ray Tune chooses.
 
-It is a thin layer over Ray's `Tuner`. One call of `Tuner.fit` is a sweep, and each run of the trainer is a trial. Each
-trial gets a separate copy of the raysgd callbacks, which treat the trial as a run. Ray Tune callbacks are passed to Ray
-Tune.
+It is a thin layer over Ray's `Tuner`. One call to `Tuner.fit` is a sweep, and each run of the trainer is a trial. Each
+trial gets its own copies of the raysgd callbacks, to which the trial looks like a run. Ray Tune callbacks are passed to
+Ray Tune.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class CallsInTrials:
         self._make("trial", {}, ".")  # raises an error before the first trial if a callback cannot be used
 
     def on_trial_start(self, trial: Any, **info: Any) -> None:
-        """Notify the trial's callbacks that it starts. If it restarts, do nothing."""
+        """Notify the trial's callbacks that the trial starts. Do nothing if the trial restarts."""
         if trial.trial_id not in self._of_trial:
             calls = self._make(str(trial), trial.config, trial.local_path)
             calls.load_states(self._saved.get(trial.trial_id, ()))
@@ -377,19 +377,19 @@ class CallsInTrials:
         self._of_trial[trial.trial_id].tell("on_checkpoint", str(checkpoint.path))
 
     def on_trial_complete(self, trial: Any, **info: Any) -> None:
-        """Notify the callbacks of a successful trial that it has ended."""
+        """Notify a successful trial's callbacks that the trial has ended."""
         self._end(trial, None)
 
     def on_trial_error(self, trial: Any, **info: Any) -> None:
-        """Notify the callbacks of a failed trial that it has ended. Do nothing if the trial never started."""
+        """Notify a failed trial's callbacks that the trial has ended. Do nothing if the trial never started."""
         self._end(trial, trial.get_error() or RuntimeError(f"the trial {trial} failed"))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the states of the callbacks of each running trial, for restoring the sweep."""
+        """Return the callbacks' states for each running trial, to restore the sweep later."""
         return {trial: calls.states() for trial, calls in self._of_trial.items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Store the states that `get_state` returned. Trials that start later load them."""
+        """Store the states that `get_state` returned. When a trial starts later, its callbacks load their states."""
         self._saved = dict(state)
 
     def _end(self, trial: Any, error: BaseException | None) -> None:

@@ -63,7 +63,7 @@ class MLDataset(ParallelIterator):
         return MLDataset(shards, name, self.batch_size, self.repeated)
 
     def batch(self, batch_size: int) -> MLDataset:
-        """Return frames with `batch_size` rows. The last frame of a shard may have fewer."""
+        """Return a dataset whose frames have `batch_size` rows. A shard's last frame may have fewer."""
         cut = self.transform(partial(_cut, batch_size))
         return MLDataset(cut._shards, f"{self.name}.batch({batch_size})", batch_size, self.repeated)
 
@@ -76,7 +76,7 @@ class MLDataset(ParallelIterator):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> LocalIterator:
-        """Return one shard. Each call of `iter()` restarts it.
+        """Return one shard. Each call to `iter()` restarts the shard.
 
         Args:
             shard_index: Index of the shard.

@@ -62,8 +62,8 @@ def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | 
 
     Args:
         generators: The iterables or functions.
-        repeat: True to repeat each shard indefinitely. An iterable that can be iterated over only once then raises
-            `ValueError` at its end.
+        repeat: True to repeat each shard indefinitely. In this case, an iterable that can be iterated over only once
+            raises `ValueError` at its end.
         name: Name to show in `repr`.
     """
     shards = [ItemShard(partial(_items_of, each, repeat)) for each in generators]
@@ -338,7 +338,7 @@ class ParallelIterator(_Stages):
 
 
 class LocalIterator(_Stages):
-    """The elements of one shard. Each call of `iter()` starts from the beginning; `next()` continues.
+    """An iterator over one shard. Each call to `iter()` starts from the beginning; `next()` continues.
 
     Args:
         shard: The shard to read.
@@ -372,7 +372,7 @@ class LocalIterator(_Stages):
         return self._shuffled(shuffle_buffer_size, seed)
 
     def union(self, other: LocalIterator) -> LocalIterator:
-        """Return an iterator that takes one element from each of both iterators in turn."""
+        """Return an iterator that alternates between the elements of both iterators."""
         both = ItemShard(partial(_interleaved, [self._shard, other._shard]))
         return LocalIterator(both, f"LocalUnion[{self}, {other}]")
 

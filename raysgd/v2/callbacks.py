@@ -1,4 +1,4 @@
-"""The former `ray.util.sgd.v2.callbacks`: `raysgd.train.callbacks`, and `SGDCallback`."""
+"""The former `ray.util.sgd.v2.callbacks`: exports `raysgd.train.callbacks`, and the old name `SGDCallback`."""
 
 from raysgd.train import callbacks
 from raysgd.train.callbacks import *  # noqa: F403 - all of it, under its former path  # all of it, under its former path

@@ -15,7 +15,10 @@ __all__ = ["SGDIterator", "SGDWorkerGroup", "Trainer"]
 
 
 class Trainer(train.Trainer):
-    """`raysgd.train.Trainer` as in `ray.util.sgd.v2`. Pass `dataset`, which was added later, by name."""
+    """`raysgd.train.Trainer` with the argument order of `ray.util.sgd.v2`.
+
+    Pass the newer argument `dataset` by name.
+    """
 
     def run(  # type: ignore[override]
         self,

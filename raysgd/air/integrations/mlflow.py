@@ -18,7 +18,7 @@ __all__ = ["MLflowLoggerCallback", "setup_mlflow"]
 
 
 class NoLogging:
-    """Replaces the `mlflow` module on ranks that do not log. Every attribute exists, can be called and does nothing."""
+    """Replaces the `mlflow` module on ranks that do not log. Every attribute can be called, with no effect."""
 
     def __getattr__(self, name: str) -> NoLogging:
         return self

@@ -1,7 +1,7 @@
 """Rewrites calls with arguments that are no longer accepted, or reports them with advice on what to write.
 
-These are calls of `TorchTrainer`, of Ray's functions, and of Keras methods that accepted more in Keras 2 than in Keras
-3.
+These are calls to `TorchTrainer`, to Ray's functions, and to Keras methods that accepted more arguments in Keras 2 than
+in Keras 3.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ RENAMED = {
     _RUN: {"local_dir": "storage_path"},
     _EXPERIMENT: {"local_dir": "storage_path"},
 }
-"""For each Ray function, the arguments that have another name in current Ray."""
+"""For each Ray function, the arguments that were renamed in current Ray."""
 _TRIALS_OF = "leave it out, and take `.trials` of what `ray.tune.run` returns"
 _CALLBACKS = "pass `callbacks=[...]`"
 _STORAGE = 'pass `storage_path="s3://..."`'
@@ -89,7 +89,7 @@ _TO_REPLACE = {
     "ray.train.xgboost.XGBoostTrainer": _OF_TREES,
     "ray.train.lightgbm.LightGBMTrainer": _OF_TREES,
 }
-"""Arguments that have a replacement."""
+"""For each Ray function, arguments that current Ray rejects, each with its replacement."""
 RETIRED = {
     function: {
         **dict.fromkeys(_TO_LEAVE_OUT.get(function, "").split(), "leave it out"),
@@ -187,7 +187,7 @@ def methods_to_change(
 ) -> Iterator[tuple[cst.CSTNode, str]]:
     """Yield the methods of a class that a person must change, each with advice.
 
-    These are constructors of operators that raysgd cannot call, and methods of Ray Tune trainables with former names.
+    These are operators' constructors that raysgd cannot call, and Ray Tune trainables' methods that were renamed.
     """
     bases = {name for base in node.bases for name in names_of(base.value)}
     for method in node.body.body:
@@ -214,8 +214,8 @@ class Calls:
         datasets: Tracks which variables of the program are Ray Data datasets.
 
     Attributes:
-        needs: Modules that the rewritten program must import. It uses their full names, such as
-            `raysgd.utils.BATCH_SIZE`, because the program may define its own `BATCH_SIZE`.
+        needs: Modules that the rewritten program must import. The program then uses full names, such as
+            `raysgd.utils.BATCH_SIZE`, because it may define its own `BATCH_SIZE`.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Calls:
         return new
 
     def _of_ray(self, function: str, old: cst.Call, new: cst.Call) -> cst.Call:
-        """Rename arguments of Ray's functions, and report arguments that no longer exist."""
+        """In a call to a Ray function, rename arguments, and report arguments that no longer exist."""
         passed = {name_of(arg) for arg in old.args}
         for name, advice in RETIRED.get(function, {}).items():
             if name in passed:
@@ -270,7 +270,7 @@ class Calls:
         return changed
 
     def _with_absolute(self, arg: cst.Arg) -> cst.Arg:
-        """Convert the folder of a sweep to an absolute path, as current Ray requires."""
+        """Convert the argument with a sweep's folder to an absolute path, as current Ray requires."""
         if name_of(arg) != "storage_path":
             return arg
         value, function = arg.value, "os.path.abspath({})"
@@ -306,7 +306,7 @@ class Calls:
     def _with_operator(self, arguments: Arguments) -> Arguments:
         """Replace creator functions with an operator class that `from_creators` creates from them.
 
-        It is called on the user's operator class if that was passed, else on `TrainingOperator`.
+        The rewritten program calls `from_creators` on the operator class that it passed, or else on `TrainingOperator`.
         """
         taken = [each for each in arguments.each if name_of(each.arg) in (*_CREATORS, "serialize_data_creation")]
         if not any(name_of(each.arg) in _CREATORS for each in taken):
@@ -340,7 +340,7 @@ class Calls:
         return arguments.replaced(config, moved).without([size])
 
     def _look_for_remote_trainer(self, call: cst.Call, names: set[str]) -> None:
-        """Find trainers in actors, whose arguments are passed in a later call of `remote`."""
+        """Find trainers that run in Ray actors. Their arguments are passed in a later call to `remote`."""
         makes_actor = isinstance(call.func, cst.Call) and _REMOTE in self._names_of(call.func.func)
         if (makes_actor or _REMOTE in names) and any(self._names_of(arg.value) & _TRAINERS for arg in call.args):
             self._has_remote_trainer = True
@@ -349,7 +349,7 @@ class Calls:
             self._tell(call, _REMOTE_TRAINER, is_error=True)
 
     def look_at_key(self, node: cst.CSTNode, key: cst.BaseExpression) -> None:
-        """Report a result of `train` or `validate` that has another name now."""
+        """Report the use of a key that was renamed in the results of `train` and `validate`."""
         name = key.evaluated_value if isinstance(key, cst.SimpleString) else None
         if isinstance(name, str) and name in self._keys:
             self._tell(node, f"results have no `{name}`: it is {self._keys[name]}", is_error=True)
@@ -416,14 +416,14 @@ def _with_entry(config: cst.BaseExpression | None, entry: cst.DictElement) -> cs
 
 
 def _with_parameters(source: str) -> set[str]:
-    """Return the names of the program's functions that have required parameters, without methods."""
+    """Return the names of the program's functions, not methods, that have required parameters."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     needing = [node for node in functions if len(node.args.args) > len(node.args.defaults)]
     return {node.name for node in needing if node.args.args[0].arg != "self"}
 
 
 def _keys_of_results(source: str) -> dict[str, str]:
-    """Return the results that were renamed, by old name. Omit old names that the program uses for its own values."""
+    """Return the renamed keys in results, from old to new. Omit keys that the program uses for its own values."""
     return {name: now for name, now in _KEYS.items() if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 

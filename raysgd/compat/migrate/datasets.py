@@ -57,7 +57,7 @@ class Datasets:
                 self._known[key] = kind
 
     def kind_of(self, value: cst.BaseExpression) -> Kind | None:
-        """Return whether an expression is a dataset or a shard, or None if the source does not show either."""
+        """Return the kind of an expression, dataset or shard, or None if the source does not show which it is."""
         if not isinstance(value, cst.Call):
             return next((self._known[key] for key in self._keys_of(value) if key in self._known), None)
         names = self._names_of(value.func)
@@ -75,7 +75,7 @@ class Datasets:
         return None
 
     def _keys_of(self, value: cst.BaseExpression) -> Iterator[tuple[Scope | None, str]]:
-        """Yield the key of a variable in each of its scopes, or of an attribute such as `self.data` in any scope."""
+        """Yield the keys that identify a variable, one per scope, or an attribute such as `self.data`, in any scope."""
         if isinstance(value, cst.Name):
             scope = self._scope_of(value)
             for assignment in scope[value.value] if scope is not None else ():

@@ -135,7 +135,7 @@ class Arguments:
         return replace(self, each=[new if each is old else each for each in self.each])
 
     def in_call(self, call: cst.Call) -> cst.Call:
-        """Return a copy of `call` with these arguments."""
+        """Return a copy of `call` in which these arguments replace the call's arguments."""
         start = self._gap(self.start, self.each[0].before, self.indent)
         return call.with_changes(args=list(self._joined()), whitespace_before_args=start)
 
@@ -163,7 +163,7 @@ class Arguments:
 
 
 def call_of(function: cst.BaseExpression, arguments: Sequence[Argument], indent: str) -> cst.Call:
-    """Return a call with arguments taken from another call: on one line, or on separate lines if there are comments.
+    """Return a new call with another call's arguments, on one line unless the arguments have comments.
 
     Args:
         function: The function to call.

@@ -55,7 +55,7 @@ class OldNames(cst.CSTTransformer):
 
     Attributes:
         needs: Modules to import for the rewritten names.
-        dropped_ray: True if an import that bound `ray` binds `raysgd` instead.
+        dropped_ray: True if the rewrite changed an import of `ray` to an import of `raysgd`.
         trainers_of_ray: Names of trainers that Ray has and raysgd lacks, each with its line.
         has_trainers: True if the program uses a raysgd trainer.
     """
@@ -79,7 +79,10 @@ class OldNames(cst.CSTTransformer):
         self._methods: dict[cst.CSTNode, str] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Start collecting comments for a statement. The nodes visited until `on_leave` belong to it."""
+        """Start collecting comments for a statement.
+
+        Nodes that are visited until `on_leave` belong to this statement.
+        """
         if isinstance(node, _STATEMENTS):
             self._for_a_person.append([])
             self._lost.append([])
@@ -90,7 +93,7 @@ class OldNames(cst.CSTTransformer):
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Insert the comments collected for a statement above it.
 
-        These describe what only a person can rewrite, and include the program's comments that the rewrite dropped.
+        The comments say what a person must rewrite. They include the program's comments that the rewrite removed.
         """
         left = super().on_leave(original_node, updated_node)
         if not isinstance(original_node, _STATEMENTS):
@@ -277,7 +280,7 @@ class OldNames(cst.CSTTransformer):
     def _meanings(self, node: cst.BaseExpression) -> set[QualifiedName]:
         """Return the names that a dotted name may refer to.
 
-        Other expressions, such as an attribute of a call, have none.
+        For other expressions, such as an attribute of a call's result, return an empty set.
         """
         scope = self.get_metadata(ScopeProvider, node, None) if _is_dotted(node) else None
         return set(scope.get_qualified_names_for(node)) if scope is not None else set()

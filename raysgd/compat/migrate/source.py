@@ -21,7 +21,7 @@ _ANY_OF = re.compile(rb"\b(ray|horovod|keras)")
 """Matches the source code of every program that may need changes."""
 _WRITABLE = 0o222
 _OLD = re.compile(r"ray\.util(\.| import .*\b)(sgd|data)|ray\.tune\.integration|ray\.experimental\.sgd|raysgd")
-"""Matches the source code of programs in which `ray.util.iter` means the former module, which raysgd has now."""
+"""Matches the source code of programs in which `ray.util.iter` means the former module, which is now in raysgd."""
 _LEFT_TO_RAY = (
     "`ray.train`, `ray.air` and `ray.tune` stay Ray's in this file, with the configs. Today's Ray takes the configs of "
     "`ray.train`, such as `ray.train.ScalingConfig`, and refuses those of `ray.air`"

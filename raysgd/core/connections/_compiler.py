@@ -31,7 +31,7 @@ from raysgd.exceptions import OnFailure
 logger = logging.getLogger(__name__)
 
 SWITCH = "RAYSGD_EAGER_COMPILER"
-"""The environment variable that turns the stand-in off."""
+"""The environment variable that disables the stand-in for PyTorch's compiler."""
 
 _NAME = "torch._dynamo"
 _KEPT = "__dynamo_disable"  # attribute in which PyTorch caches the result of `disable` on one of its functions
@@ -102,7 +102,7 @@ class _DeferredImport(MetaPathFinder, Loader):
                     function.renew(module)
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
-        """Return a wrapper of `fn` that compiled code does not enter, like `torch._dynamo.disable`.
+        """Return a wrapper of `fn` that `torch.compile` does not trace into, like `torch._dynamo.disable`.
 
         Until the compiler is imported, the wrapper calls `fn`. Afterwards, it calls the result of the real `disable`.
         """
@@ -128,7 +128,7 @@ class _DeferredImport(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return a spec for a submodule of the compiler.
 
-        The import itself is left to the loader, because Python holds a lock during this call.
+        The loader imports the submodule later, because Python holds a lock during this call.
         """
         if not fullname.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self.stand_in:
             return None
@@ -155,7 +155,7 @@ class _DeferredImport(MetaPathFinder, Loader):
 
 
 class _StandIn(ModuleType):
-    """Stand-in for the module `torch._dynamo`. Attributes that it lacks are those of the real module."""
+    """Stand-in for the module `torch._dynamo`. Accessing any attribute that it lacks imports the real module."""
 
     def __init__(self, spec: ModuleSpec, deferred: _DeferredImport) -> None:
         super().__init__(_NAME)  # must come first: in Python 3.10, a module cannot have attributes before
@@ -200,7 +200,7 @@ class _StandIn(ModuleType):
 
 
 class _CompilerStandIn:
-    """Stand-in for a submodule of the compiler. Attributes that it lacks are those of the real submodule."""
+    """Stand-in for a submodule of the compiler. Accessing any attribute that it lacks imports the real submodule."""
 
     def __init__(self, deferred: _DeferredImport, name: str, answers: Mapping[str, Any]) -> None:
         vars(self).update(_deferred=deferred, _name=name, _answers=answers)
@@ -218,4 +218,4 @@ class _CompilerStandIn:
 
 
 def _do_nothing(*args: Any, **options: Any) -> None:
-    """Do nothing, like the real functions outside compiled code."""
+    """Do nothing, like the real functions when no compiled code runs."""

@@ -1,9 +1,9 @@
 """Finds the sockets that gloo uses between the ranks of a group, and shuts them down to abort gloo's collectives.
 
-When a rank dies, only the ranks that were communicating with it notice. The others wait for ranks that have given up,
-and gloo has no call to abort such a wait. Shutting down the sockets does abort it. This works from any thread, even if
-no packet ever reports that the peer is gone. To recognize the sockets, this module reads the ranks' addresses from the
-values that gloo writes to the board, the key-value store of the group: ADR 55.
+When a rank dies, only the ranks that were communicating with it notice. The other ranks keep waiting for ranks that
+have given up, and gloo has no call to abort such a wait. Shutting down the sockets does abort it. This works from any
+thread, even if no packet ever reports that the peer is gone. To recognize the sockets, this module reads the ranks'
+addresses from the values that gloo writes to the board, the key-value store of the group: ADR 55.
 
 This module works on Linux only, because it reads `/proc`. On other systems it finds no sockets, and waiting ranks are
 replaced instead of kept.
@@ -59,10 +59,11 @@ class DelayedCalls:
 
 
 class GlooConnections:
-    """One rank's gloo sockets, those of all process groups over the same ranks.
+    """One rank's gloo sockets, across all process groups with the same ranks.
 
     Args:
-        board: Board with the addresses at which ranks listen, written by gloo or encoded by `as_written`.
+        board: The group's key-value store. It holds the addresses at which ranks listen, as gloo or `as_written`
+            encodes them.
 
     Attributes:
         found: The sockets of this rank, or None until `look` is called.
@@ -75,8 +76,8 @@ class GlooConnections:
     def look(self) -> None:
         """Find the sockets. Call this right after a group has formed.
 
-        Sockets to addresses that are written to the board later are ignored, because they belong to groups that other
-        code forms and may end at any time.
+        Sockets that are opened later are ignored, because they belong to groups that other code forms, and may close at
+        any time.
         """
         self.found = self._find()
 
@@ -135,7 +136,7 @@ class OpenSocket:
 
     Attributes:
         number: The socket's file descriptor.
-        identity: The socket's inode. It differs from that of a later socket with the same file descriptor.
+        identity: The socket's inode, which tells it apart from a later socket with the same file descriptor.
         ends: Local and remote address.
     """
 
@@ -194,7 +195,7 @@ def opened_since(before: dict[int, int]) -> tuple[list[OpenSocket], list[str]]:
 
 
 def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSocket]:
-    """Return the sockets of which one end is an address in `listening`, where this or another rank listens."""
+    """Return the sockets with one end at an address in `listening`, at which this or another rank listens."""
     return [connection for connection in own if listening & set(connection.ends)]
 
 

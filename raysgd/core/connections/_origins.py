@@ -1,4 +1,4 @@
-"""Determines from a traceback whether a library raised the exception. Pure functions."""
+"""Determines from an exception's traceback whether a given library, such as Ray, raised it. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def is_of(error: BaseException, package: str, passing_on: str = "") -> bool:
 
     Args:
         error: The exception to classify.
-        package: Name of the library's package. If it is not imported, none of its Python code can have raised.
+        package: Name of the library's package. If the package is not imported, its Python code cannot have raised the
+            exception.
         passing_on: Name of a module of the package that only re-raises exceptions, such as those from another process.
-            The library does not count as the origin of these.
+            The library does not count as the origin of re-raised exceptions.
     """
     where = error.__traceback__
     if where is None:

@@ -1,6 +1,6 @@
 """Collectives on NumPy arrays over a mesh, which consists of sockets between all pairs of ranks.
 
-For small arrays, they are ten times faster than gloo's collectives.
+For small arrays, these collectives are ten times faster than gloo's.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Group:
             row: An array of bytes, of the same length on each rank.
 
         Returns:
-            The row of each rank, by rank.
+            Every rank's row, in rank order.
         """
         flat = _flat(numbers)
         if self._adding is not None and self._adding.can_carry(flat):
@@ -86,11 +86,11 @@ class Group:
         return rows
 
     def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """Return the sum of all rows of all ranks, added in rank and row order. It is bitwise identical on all ranks.
+        """Return the sum of every rank's rows, added in rank and row order. The sum is bitwise identical on all ranks.
 
         Args:
             rows: This rank's rows, as a two-dimensional array, possibly with no rows.
-            counts: Number of rows of each rank.
+            counts: Each rank's number of rows.
 
         Returns:
             The sum, in a buffer that the next call overwrites.
@@ -117,7 +117,7 @@ class Group:
         return sums
 
     def _rooms_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
-        """Return receive buffers for parts of the other ranks' rows, by rank, in memory that later calls reuse."""
+        """Return a receive buffer per other rank, for a part of that rank's rows. Later calls reuse the memory."""
         num_rows = sum(counts) - counts[self.rank]
         if len(self._scratch) < num_rows * width * dtype.itemsize:
             self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
@@ -150,7 +150,8 @@ class Group:
     def _gathered_in_rounds(self, own: Array) -> list[Array]:
         """All-gather in log2 N rounds.
 
-        In each round, a rank sends all arrays that it has, to a rank twice as far away as in the previous round.
+        In each round, a rank sends all arrays that it has so far. The receiver is twice as far away as in the previous
+        round.
         """
         found = np.empty((self.size, *own.shape), own.dtype)  # in rank order, starting with this rank
         found[0] = own
@@ -162,7 +163,7 @@ class Group:
         return [found[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """Return the rows of all ranks in one array. `counts` holds the number of rows of each rank."""
+        """Gather every rank's rows into one array. `counts` holds each rank's number of rows."""
         padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
         padded[: len(rows)] = rows
         parts = self.gather(padded)
@@ -231,7 +232,7 @@ class EarlyVotes:
         self._num_asked = self._num_heard = 0
 
     def ask(self, says_yes: bool) -> Callable[[], bool]:
-        """Cast this rank's vote. Return a function that waits for all votes and returns the result; call it once."""
+        """Cast this rank's vote. Return a function, to call once, that waits for all votes and returns the result."""
         self._mesh.swap(dict.fromkeys(self._others, memoryview(bytes([says_yes]))), {})
         self._own.append(says_yes)
         self._num_asked += 1
@@ -240,8 +241,8 @@ class EarlyVotes:
     def _hear(self, number: int) -> bool:
         """Return True if any rank said yes to question `number`, counted from 1.
 
-        Discard votes on earlier questions whose result was never requested. They occur if Keras's `fit` ends before the
-        data does.
+        Discard votes on earlier questions whose result was never requested, as happens if Keras's `fit` ends before the
+        data.
         """
         while True:
             heard = {rank: bytearray(1) for rank in self._others}

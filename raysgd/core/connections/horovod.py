@@ -46,8 +46,8 @@ class HorovodConnection(Connection):
         timeout_s: How long a collective may wait for other ranks before it raises. Horovod counts whole seconds and
             checks four times per period, at least once a minute, so raising may take up to 50% longer.
         start_timeout_s: How long ranks wait for other ranks while the group forms. Default: `timeout_s`.
-        interfaces: Names of allowed network interfaces. Each node uses the first that it has. If empty, each node uses
-            the interface that leads to rank 0.
+        interfaces: Names of allowed network interfaces. Each node uses the first interface in the list that exists
+            there. If empty, each node uses the interface that leads to rank 0.
     """
 
     timeout_s: float = 1800.0
@@ -59,7 +59,7 @@ class HorovodConnection(Connection):
     _variables_before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the settings only, because the driver's copy may still have the state of an earlier group."""
+        """Pickle only the settings, because the driver's copy may still hold an earlier group's state."""
         return type(self), (self.timeout_s, self.start_timeout_s, self.interfaces)
 
     def load(self) -> None:
@@ -110,7 +110,7 @@ class HorovodConnection(Connection):
             ) from error
 
     def _wait_for_all(self, rendezvous: Rendezvous, world: World) -> tuple[int, int]:
-        """Wait for all ranks, because `hvd.init` cannot be interrupted. Return this rank's entry of `crossings`."""
+        """Wait for all ranks, because `hvd.init` cannot be interrupted. Return this rank's result of `crossings`."""
         deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
         _put(rendezvous, f"place-{world.rank}", [world.node_rank, world.local_rank])
         if world.rank == 0:
@@ -135,7 +135,7 @@ class HorovodConnection(Connection):
 
     def interrupt(self) -> None:
         self._is_interrupted = True
-        self._close_server()  # makes `hvd.init` give up if it is still waiting for ranks
+        self._close_server()  # makes `hvd.init` fail if it is still waiting for ranks
 
     def leave(self) -> None:
         if self._has_joined:  # do not shut down Horovod if other code initialized it

@@ -30,8 +30,8 @@ class TensorFlowConnection(Connection):
 
     Attributes:
         variables: Environment variables to set in remote workers before TensorFlow is imported.
-        timeout_s: How long a collective may wait for other ranks.
-        form_timeout_s: How long ranks may take to form a group. Capped at `timeout_s`.
+        timeout_s: How long a collective may wait for other ranks before it raises.
+        form_timeout_s: How long ranks may take to form a group. `timeout_s` is the upper limit.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -108,13 +108,13 @@ _JOINED: tuple[Group, EarlyVotes] | None = None
 def group_of(world: World) -> Group:
     """Return the group that this process joined.
 
-    A standby worker has not joined a group yet. It gets a single-rank group, whatever `world` says.
+    A standby worker has not joined a group yet. For such a worker, return a single-rank group, whatever `world` says.
     """
     return _JOINED[0] if world.is_distributed and _JOINED is not None else Group(World(0, 1))
 
 
 def votes() -> EarlyVotes:
-    """Return the votes of the group that this process joined. The group must have several ranks."""
+    """Return the `EarlyVotes` of this process's group, with which ranks agree on when to stop."""
     assert _JOINED is not None, "a rank that is alone has no other rank to ask"
     return _JOINED[1]
 

@@ -57,12 +57,12 @@ _BROKEN = (
 
 @dataclass
 class TorchConnection(Connection):
-    """Forms the default process group over all ranks. By default, it forms no group for a single rank.
+    """Forms PyTorch's default process group over all ranks, unless there is only one rank.
 
     Attributes:
         transport: "gloo" or "nccl".
         timeout_s: How long a collective may wait for other ranks before it raises.
-        form_timeout_s: How long ranks may take to form a group. Capped at `timeout_s`.
+        form_timeout_s: How long ranks may take to form a group. `timeout_s` is the upper limit.
         joins_alone: Whether to form a group even for a single rank, because other ranks may join later.
     """
 
@@ -187,13 +187,13 @@ class TorchConnection(Connection):
         return _c10d("TCPStore")(host, port, is_master=False, **options)
 
     def _tell(self, world: World, topic: str, word: bytes) -> list[bytes]:
-        """All-gather a byte string over the board. Return the strings of all ranks, by rank."""
+        """All-gather a byte string over the board. Return every rank's string, in rank order."""
         assert self._board is not None
         self._board.put(f"{topic}/{world.rank}", word)
         return [self._board.get(f"{topic}/{rank}", self._form_timeout_s) for rank in range(world.size)]
 
     def _see_gpus_of_node(self, world: World) -> None:
-        """Make the GPUs of all workers on this node visible, and select this worker's GPU.
+        """Make the GPUs of every worker on this node visible to this worker, and select this worker's GPU.
 
         If each worker sees only its own GPU, workers cannot access each other's GPU memory, and NCCL is slow or fails.
         This has an effect only if CUDA has not read `CUDA_VISIBLE_DEVICES` yet.
@@ -231,7 +231,7 @@ class TorchConnection(Connection):
             self._group.add_up(np.zeros(1))  # a barrier: waits for all ranks, or raises if a rank is gone
         before = open_sockets() if self.transport != "gloo" else {}
         if self._gloo is not None:
-            self._gloo.found = None  # makes `cut` search again, so that it also cuts the new group's sockets
+            self._gloo.found = None  # makes `cut` search again, so that it also shuts down the new group's sockets
         timeout = None if form_timeout_s is None else datetime.timedelta(seconds=form_timeout_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
         self._beside.append(group)
@@ -256,7 +256,7 @@ class TorchConnection(Connection):
     def give_up(self, error: BaseException) -> None:
         """After a connection error, shut down the mesh and the board, so that all ranks notice the failure.
 
-        Also cut gloo's sockets, unless the error came from the mesh: ADR 55.
+        Also shut down gloo's sockets, unless the error came from the mesh. ADR 55 explains why.
         """
         is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
         if self._is_formed and is_in_mesh:
@@ -282,7 +282,7 @@ class TorchConnection(Connection):
 
     @property
     def is_broken(self) -> bool:
-        """True if a connection to another rank is known to have ended. Not all connections are monitored."""
+        """True if a monitored connection to another rank has ended. Some connections are not monitored."""
         is_mesh_broken = self._mesh is not None and self._mesh.is_broken
         is_gloo_broken = self._gloo is not None and not self._gloo.are_open
         return self._is_cut or is_mesh_broken or is_gloo_broken
@@ -290,7 +290,7 @@ class TorchConnection(Connection):
     def leave_for_another(self) -> None:
         """Leave the group to join another one.
 
-        Unless the group is interrupted, cut gloo's connections later: ADR 55.
+        Unless the group was interrupted, shut down gloo's connections only after a delay. ADR 55 explains why.
         """
         import torch.distributed as dist
 
@@ -300,7 +300,7 @@ class TorchConnection(Connection):
         self._leave()
 
     def _end_later(self, groups: list[Any]) -> DelayedCalls:
-        """Cut gloo's connections and release the process groups, each after a delay."""
+        """Shut down gloo's connections and release the process groups, each after a delay."""
 
         def let_go() -> None:
             time.sleep(_SETTLE_S)  # see `end_process_group`
@@ -323,7 +323,9 @@ class TorchConnection(Connection):
         self._cut()
         if self._aborting is not None:
             self._aborting.join(_ABORT_S)
-            if self._aborting.is_alive():  # raise, because others would wait forever: heartbeats are still answered
+            if (
+                self._aborting.is_alive()
+            ):  # raise, because others would wait forever: this process still sends heartbeats
                 raise ConnectFailed(f"NCCL did not end its connections within {_ABORT_S:g} s: this process is stuck")
             self._aborting = None
         if self._has_joined:  # do not destroy a group that other code formed
@@ -417,7 +419,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def _c10d(name: str) -> Any:
-    """Return a class from `torch.distributed` that PyTorch's type stubs lack."""
+    """Return a class of `torch.distributed` by name, because PyTorch's type stubs lack it."""
     from torch import distributed
 
     return vars(distributed)[name]
@@ -459,7 +461,7 @@ def end_process_group() -> None:
 
 
 def ordinal_of(gpu_id: str, visible: str | None) -> int:
-    """Return a GPU's ordinal in a process whose `CUDA_VISIBLE_DEVICES` is `visible`. If it is empty, assume all GPUs.
+    """Return a GPU's ordinal in a process whose `CUDA_VISIBLE_DEVICES` is `visible`. If that is empty, assume all GPUs.
 
     Raises:
         RuntimeError: The process cannot see that GPU.

@@ -18,7 +18,7 @@ __all__ = ["Net", "dataset_creator", "main", "make_train_operator"]
 
 
 def make_train_operator(ds: Any) -> type[Any]:
-    """Return an operator class that trains on the shard of its rank.
+    """Return an operator class that trains on its rank's shard of the dataset.
 
     Args:
         ds: A `TorchMLDataset` with as many shards as there are workers.

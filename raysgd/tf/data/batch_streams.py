@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamItem:
-    """A batch of one replica.
+    """One replica's batch, with the sample counts and weights that scale its gradients.
 
     Attributes:
         batch: The batch's tensors.
         num_samples: Number of this rank's samples in the step. 0 if the batch is padding.
-        num_global: Number of samples of all ranks in the step, or 0 if unknown.
-        weights: Sums of the sample weights of this rank and of all ranks. 0 without sample weights.
+        num_global: The step's total number of samples over all ranks, or 0 if unknown.
+        weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
     """
 
     batch: Any
@@ -49,7 +49,7 @@ class Passes:
     """A dataset, and the number of passes over it that this process has started.
 
     If a dataset is reshuffled in each pass, its order depends on how many passes were started. To go back to an earlier
-    pass, the dataset is therefore replaced with an unused copy, over which the earlier passes are started again.
+    pass, this class therefore replaces the dataset with an unused copy, and starts the earlier passes over the copy.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -61,7 +61,7 @@ class Passes:
         self.is_shuffled = datasets.is_shuffled(dataset)
 
     def begin_pass(self) -> None:
-        """Record that a pass over the dataset has started."""
+        """Increment the count of passes that were started over the dataset."""
         self.num_begun += 1
 
     def can_repeat(self) -> bool:
@@ -76,8 +76,8 @@ class Passes:
     def go_to(self, index: int) -> bool:
         """Make `index` the index of the next pass. Return False if that is impossible.
 
-        This starts all earlier passes, to advance the shuffle. Without a shuffle, all passes are the same, and nothing
-        is done.
+        This starts all earlier passes, to advance the shuffle. Without a shuffle, all passes are the same, so this
+        method does nothing.
         """
         if not self.is_shuffled:
             return True
@@ -108,7 +108,8 @@ class TFDividedSource:
         sharding: "global" if a batch is a global batch, "worker" if a batch is for one worker.
         world: This rank and the number of ranks.
         pads: Whether a rank without samples gets padding, so that it takes part in the step. Training requires this.
-        num_global: Number of the dataset's batches per step with "worker" sharding. Default: the number of workers.
+        num_global: With "worker" sharding, how many of the dataset's batches a step takes. Default: the number of
+            workers.
         seed: Seed that determines the order of a shuffled dataset.
     """
 
@@ -127,7 +128,7 @@ class TFDividedSource:
         self._num_global = world.size if num_global is None else num_global
 
     def join(self, ranks: Any) -> None:
-        """Do nothing, because all ranks shard the dataset in the same way without communication."""
+        """Do nothing: ranks compute their shards of the dataset without communication."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         if self._pads:  # the order of a training pass depends only on its index, not on earlier passes
@@ -185,7 +186,8 @@ class OwnSource:
 
     Args:
         dataset: This rank's batches, a `tf.data.Dataset` or any iterable.
-        votes: Votes by which ranks that step together agree when all have run out. None if ranks do not step together.
+        votes: Votes by which the ranks find out that all of them have run out of batches. None if ranks do not step
+            together.
     """
 
     is_divided = False
@@ -194,7 +196,7 @@ class OwnSource:
         self._dataset, self._votes = dataset, votes
 
     def join(self, ranks: Any) -> None:
-        """Do nothing, because the votes already belong to the call's group."""
+        """Do nothing: the votes already use the current group's connections."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[StreamItem]:
         """Start a pass and yield its batches."""
@@ -226,7 +228,7 @@ TFSource: TypeAlias = TFDividedSource | OwnSource | StreamSource
 
 
 def in_lockstep(items: Iterator[Any], votes: EarlyVotes) -> Iterator[Any]:
-    """Yield the items of this rank, then None until all ranks have run out."""
+    """Yield this rank's items, then None until every rank has run out of items."""
     coming = next(items, None)
     vote = votes.ask(coming is not None)
     while vote():
@@ -260,11 +262,11 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
         source: Source of the batches.
         step: The replica's current step. It receives the sample counts of each step before the batch is yielded.
         next_pass: Called at the start of each pass. Returns the index of the pass.
-        take_part: Called instead of yielding a batch if this rank has no samples in a step. It takes part in the other
-            ranks' collectives. Its argument is a batch of padding, for the shapes.
+        take_part: Called instead of yielding a batch if this rank has no samples in a step. The function takes part in
+            the other ranks' collectives. Its argument is a padding batch, which provides the shapes.
 
     Attributes:
-        consumed: Number of samples of all ranks in the current pass's batches so far.
+        consumed: Number of samples that all ranks together have used in the current pass so far.
     """
 
     consumed = 0
@@ -321,7 +323,7 @@ class TFBatchStream(batch_streams.BatchStream[StreamItem, TFStep]):
 
 @dataclass(frozen=True)
 class TFRanks:
-    """The replicas of a group. A stream's source uses them to all-reduce numbers between two steps.
+    """One replica's view of its group. A stream's source uses it to all-reduce numbers between two steps.
 
     Attributes:
         rank: This replica's rank.
@@ -352,7 +354,7 @@ def data_of(stream: Stream, name: str, world: World) -> StreamData:
 
 
 def source_of(data: StreamData, ranks: TFRanks, seed: int) -> StreamSource:
-    """Return the source of a replica's batches from a stream."""
+    """Return the source that reads a replica's batches from a stream."""
     return StreamSource(data, ranks, seed, array_collate(), partial(_item, data.loader.collate is not None), NO_BATCH)
 
 

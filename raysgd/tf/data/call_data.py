@@ -81,7 +81,7 @@ def call_data_of(dataset: Any, config: Mapping[str, Any], seed: int, *, travels:
         dataset: The data that the user passed to the call.
         config: The config of a worker's operator, which may hold the batch size.
         seed: Seed that determines the order of shuffled arrays.
-        travels: Whether the data is sent to other processes.
+        travels: Whether the data must be serialized, to be sent to other processes.
 
     Raises:
         ValueError: The data cannot be sharded, or there is no batch size.
@@ -123,7 +123,7 @@ def _dataset_over(arrays: Any, form: BatchForm, size: int, num_shuffled: int, dr
 
 
 def batches_of(share: CallData, is_distributed: bool) -> Any:
-    """Return the batches of the call's data in a worker. Data that every worker has as a whole is not sharded here.
+    """Return the batches of the call's data in a worker. If every worker has the whole data, it is sharded later.
 
     Raises:
         TypeError, ValueError: A creator did not return a dataset of batches.

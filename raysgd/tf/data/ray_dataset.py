@@ -15,7 +15,7 @@ from raysgd.tf.objects.datasets import prepare_dataset_shard
 
 
 def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> RayLoader:
-    """Return a loader for a Ray Data dataset. It receives this worker's shard later.
+    """Return a loader for a Ray Data dataset. The loader receives this worker's shard later.
 
     Raises:
         ValueError: There is no batch size.
@@ -36,7 +36,7 @@ def dataset_over(loader: RayLoader) -> Any:
 
 
 def as_batch(arrays: Any, form: BatchForm) -> Any:
-    """Return a batch for a step: arrays in the dtypes of models, in the structure that `form` describes."""
+    """Convert columns to a batch for a step: arrays in the dtypes that models expect, in the structure of `form`."""
     return formed(trees.mapped(arrays, as_array), form, _joined)
 
 
@@ -49,7 +49,7 @@ def as_array(values: Any) -> Any:
 
 
 def array_collate() -> ArrayCollate:
-    """Return a collate function that produces arrays in the dtypes of models."""
+    """Return a collate function that produces arrays in the dtypes that models expect."""
     return ArrayCollate(lambda values: as_array(np.asarray(values)))
 
 

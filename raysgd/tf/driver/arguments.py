@@ -132,7 +132,7 @@ _BEGIN_AGAIN = {"EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler"}
 
 
 def check_calls_of_fit(config: Mapping[str, Any], epochs: int) -> None:
-    """Check that `trainer.fit(epochs)` has no Keras callback that each of its calls of Keras's `fit` would reset."""
+    """Reject Keras callbacks that restart in each call to Keras's `fit`, which `trainer.fit` calls once per epoch."""
     names = set().union(*map(registration.class_names, _callbacks_in(config))) & _BEGIN_AGAIN
     if names and epochs > 1:
         raise ValueError(
@@ -153,7 +153,7 @@ def refuse_keras_file(checkpoint: Any) -> None:
 
 
 def check_undo(undo: Any) -> None:
-    """Check that `undo` is not set, because Keras models do not support it."""
+    """Reject `undo=True`, which only `TorchTrainer` supports."""
     if undo is True:
         raise ValueError("`undo=True` works with `TorchTrainer` only: omit it.")
 

@@ -1,4 +1,4 @@
-"""Provides a replica's batches: creates the source for each dataset, and tells whether its order can be repeated."""
+"""Provides a replica's batches: creates each dataset's source, and reports whether its order can be repeated."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class TFFeed(feed.DataFeed):
         synchronizer: Holds the current step and the group, and takes part in steps in which this rank has no samples.
         world: This rank and the number of ranks.
         seed: Seed that determines the order of shuffled datasets.
-        num_global: Number of a dataset's batches per step with "worker" sharding. Default: the number of workers.
+        num_global: With "worker" sharding, how many of a dataset's batches a step takes. Default: the number of
+            workers.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class TFFeed(feed.DataFeed):
         return TFBatchStream(source, self._synchronizer.step, begin_pass, self._take_part)
 
     def _take_part(self, batch: Any) -> None:
-        """Take part in a step for which only other ranks have samples, without running the user's `train_batch`.
+        """In a step for which only other ranks have samples, join their collectives without calling `train_batch`.
 
         Raises:
             IncompatibleModelError: It is unknown which collectives the user's `train_batch` performs.
@@ -140,16 +141,16 @@ class TFFeed(feed.DataFeed):
         return OwnSource(dataset, connections.votes() if training and world.is_distributed else None)
 
     def take_place(self, world: World) -> None:
-        """Reshard the data from the current position on, because this replica has another rank in another group."""
+        """Reshard the remaining data after this replica has moved to another group, where its rank may differ."""
         self.go_to(self.epoch, self.position())
         self._world = world
         self._is_regrouped = True
 
     def align_validation(self) -> None:
-        """Reset a shuffled validation dataset to its first order if ranks may otherwise have different orders.
+        """Reset a shuffled validation dataset to its first order if the ranks' orders may differ.
 
-        They do after workers were replaced, because a new worker starts with the first order. They also may if the
-        training dataset contains the same shuffle, because each pass over it changes the order.
+        Orders differ after workers were replaced, because a new worker starts with the first order. They may also
+        differ if the training dataset contains the same shuffle, because each pass over it changes the order.
         """
         internals = self._operator_of()._raysgd
         data, is_regrouped, self._is_regrouped = internals.data, self._is_regrouped, False
@@ -181,5 +182,5 @@ class TFFeed(feed.DataFeed):
 
 
 def _refuse_missing(name: str) -> Iterator[Any]:
-    """Replaces a dataset that was not registered. Raises an error as soon as a batch is drawn."""
+    """Return an iterator in place of a dataset that was not registered. It raises an error when a batch is drawn."""
     raise NoDataError(f"`{name}` was not registered: pass it to `register_data` in `setup`.")

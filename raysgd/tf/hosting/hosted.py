@@ -89,7 +89,7 @@ class TFHostedOperator(hosted.HostedOperator):
         return self.facts()
 
     def _make_operator(self, makes_fit: bool) -> TrainingOperator:
-        """Run the user's `setup` or creator functions, with the same seeds on all ranks."""
+        """Create the operator and run the user's `setup` or creator functions, with the same seeds on all ranks."""
         settings = self.settings
         seed_alike(settings.seed)
         naming.begin_names()
@@ -161,7 +161,7 @@ class TFHostedOperator(hosted.HostedOperator):
         learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def warm_up(self) -> None:
-        """If the operator's `warms_up` allows it, train on zeros, so that work such as tracing is done in advance."""
+        """Train on zeros to do work such as tracing in advance, if the operator's `warms_up` allows it."""
         operator = self.operator
         if not operator.warms_up or self.epoch_obstacle is not None or operator.train_dataset is None:
             return
@@ -277,7 +277,8 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
     """Check that the registered loss is a mean over samples if the user's own `forward` computes it.
 
     Raises:
-        IncompatibleModelError: The loss has another reduction. It could be scaled only in the default `forward`.
+        IncompatibleModelError: The loss has another reduction, for which raysgd can scale it only in the default
+            `forward`.
     """
     loss = operator._raysgd.registered.loss
     reduction, is_stock = getattr(loss, "reduction", ""), type(operator).forward is TrainingOperator.forward
@@ -290,7 +291,7 @@ def check_loss(operator: TrainingOperator, synchronizer: Synchronizer) -> None:
 
 
 def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
-    """Try to do work ahead of time that the first step would do anyway. Return True if it worked.
+    """Try to do some of the first step's work ahead of time. Return True if it succeeded.
 
     Args:
         what: Describes the work, for the log.
@@ -311,7 +312,7 @@ def _works_ahead(what: str, function: Callable[..., Any], *args: Any) -> bool:
 
 
 def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronizer) -> bool:
-    """Trace the user's own `train_step`, which creates the variables of each optimizer. Return True if it worked."""
+    """Create each optimizer's variables by tracing the user's `train_step`. Return True if tracing succeeded."""
     model = operator._models[0]
     if model.run_eagerly or not registration.has_own_train_step(model):
         return False
@@ -325,7 +326,7 @@ def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronize
 
 
 class OperatorLoop(Loop):
-    """Training loop of an operator whose `train_epoch` iterates over the batches.
+    """Runs the training loop of an operator whose `train_epoch` iterates over batches that raysgd draws.
 
     Attributes:
         fit: Holds the position of Keras's `fit`. None in this class, because no `fit` runs.
@@ -378,7 +379,7 @@ class OperatorLoop(Loop):
 
 
 class FitLoop(OperatorLoop):
-    """Training loop of an operator that calls Keras's `fit`.
+    """Runs the training loop of an operator that calls Keras's `fit`.
 
     Keras draws the batches, so waits for data are not timed.
     """

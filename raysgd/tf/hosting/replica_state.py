@@ -67,7 +67,7 @@ class KerasState(ReplicaState):
 
     def check_own(self, own: Sequence[Any]) -> None:
         seeds = self._seeds()
-        if len(own) == len(seeds):  # otherwise, the saved seeds are those of a model with other layers; ignore them
+        if len(own) == len(seeds):  # otherwise, ignore the saved seeds: that model had different layers
             _check_fit(seeds, own, "the random generators")
 
     def restore_own(self, own: Sequence[Any]) -> None:
@@ -165,7 +165,7 @@ def restore_random_states(states: Any) -> None:
 
 
 def seeds_of(models: Sequence[Any]) -> list[Any]:
-    """Return the variables with random seeds of Keras 3 layers. They are the model's variables that are not weights."""
+    """Return the variables in which Keras 3 layers store random seeds: the models' variables that are not weights."""
     known = {id(variable) for model in models for variable in registration.weights_of(model)}
     return [
         variable

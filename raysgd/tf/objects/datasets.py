@@ -238,7 +238,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
 
 
 def _rename_generators(graph: Any) -> None:
-    """Give every shuffle in a dataset's graph a new random generator, by changing the name that refers to it."""
+    """Give each shuffle in a dataset's graph a new random generator, by renaming the generator in the graph."""
     nodes = {node.name: node for node in graph.node}
     for node in graph.node:
         if node.op not in ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2"):
@@ -327,7 +327,7 @@ def part_of(dataset: Any, rank: int, num_workers: int) -> Any:
 def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
     """Return a dataset with a tuple `(part, number, total, weights)` for each global batch.
 
-    `part` is this rank's part of the batch, `number` its number of samples, and `total` the number in the global batch.
+    `part` is this rank's part of the batch. `number` counts the part's samples, and `total` the global batch's samples.
     `weights` has the sums of the sample weights in the part and in the global batch. If this rank has no samples,
     `number` is 0 and `part` has another rank's sample, so that this rank can take part in the step.
     """
@@ -349,9 +349,9 @@ def without_empty(dataset: Any) -> Any:
 
 
 def own_part_of(dataset: Any, num_workers: int) -> Any:
-    """Split each batch of a dataset that raysgd does not shard into one piece per worker, and yield all pieces.
+    """For a dataset that raysgd does not shard, split each batch into one piece per worker, and yield all pieces.
 
-    A TensorFlow strategy makes batches of this size, too. Empty pieces are dropped.
+    TensorFlow's strategies produce batches of the same size. Empty pieces are dropped.
     """
 
     def pieces(batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks the arguments of `register`, and has helpers that work for objects of both Keras 3 and tf_keras."""
+"""Checks the arguments of `register`, and provides helpers that work with both Keras 3 and tf_keras objects."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _has(name: str, item: Any) -> bool:
 
 
 def optimizers_in(model: Any) -> list[Any]:
-    """Return all optimizers in attributes of a model and its layers, starting with the optimizer from `compile`.
+    """Return all optimizers in a model's and its layers' attributes, starting with the optimizer from `compile`.
 
-    An optimizer that is wrapped in a `LossScaleOptimizer` is left out in favor of its wrapper.
+    If an optimizer is wrapped in a `LossScaleOptimizer`, only the wrapper is returned.
     """
     found = {id(optimizer): optimizer for optimizer in (model.optimizer, *_optimizers_of_parts(model))}
     inside = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
@@ -67,7 +67,7 @@ def replace_method(owner: Any, name: str, function: Any) -> None:
 
 
 def is_replaced(owner: Any, name: str) -> bool:
-    """Return True if `replace_method` has replaced this method on the instance."""
+    """Return True if `replace_method` has replaced the method `name` of `owner`."""
     return getattr(vars(owner).get(name), "_is_of_raysgd", False)
 
 
@@ -144,7 +144,7 @@ def weights_of(model: Any) -> list[Any]:
 
 
 def take_weights_in(model: Any) -> None:
-    """Update values that layers cache after a model's weights were set.
+    """After a model's weights were set, update the values that its layers cache.
 
     Layers with an `adapt` method, such as `Normalization`, cache values that they compute from their weights.
     """
@@ -155,7 +155,7 @@ def take_weights_in(model: Any) -> None:
 
 
 def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[str]:
-    """Return the names of the variables that belong to no model."""
+    """Return the names of those `variables` that do not belong to any of `models`."""
     known = {id(variable) for model in models for variable in model.variables}
     return [str(getattr(one, "path", None) or one.name) for one in variables if id(one) not in known]
 
@@ -179,7 +179,7 @@ def has_own_train_step(model: Any) -> bool:
 
 
 def is_stock(part: Any) -> bool:
-    """Return True if Keras or raysgd defines a layer, loss or method. Return False if the user does."""
+    """Return True if a layer, loss or method is part of Keras or raysgd, and False if the user defined it."""
     return getattr(part, "__module__", "keras").partition(".")[0] in ("keras", "tf_keras", "raysgd")
 
 
@@ -208,7 +208,7 @@ def trace_train_step(model: Any, element_spec: Any) -> None:
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Create an optimizer's variables for these model variables, such as momentums."""
+    """Create an optimizer's variables, such as momentums, for these model variables."""
     if hasattr(optimizer, "build"):
         if not getattr(optimizer, "built", False) or is_legacy(optimizer):
             optimizer.build(list(variables))

@@ -80,7 +80,7 @@ class RegisteredData:
 
 
 class TFInternals(Internals):
-    """The internal attributes of a TensorFlow operator. They are separate, so that users' attributes cannot clash.
+    """The internal attributes of a TensorFlow operator. A separate object, so that users' attributes cannot clash.
 
     Attributes:
         registered: The registered models, optimizers, loss and metrics.

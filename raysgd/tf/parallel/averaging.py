@@ -1,4 +1,4 @@
-"""Averages the gradients of all ranks, weighted by samples, in one all-reduce per step."""
+"""Averages gradients across all ranks, weighted by samples, in one all-reduce per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EQUAL_WEIGHTS = 1e-6
 """Maximum difference from 1 at which the sum of the ranks' weights counts as 1, so that no division is needed."""
 
 REFUSALS = (IncompatibleModelError, InvalidRegistrationError)
-"""Errors for user mistakes that raysgd raises while a step is traced, inside TensorFlow."""
+"""Exceptions for user mistakes. raysgd raises them while TensorFlow traces a step."""
 
 _ALIGNMENT = 64
 """Alignment of gradients in the buffer, in bytes. With this alignment, TensorFlow uses them without a copy."""
@@ -46,8 +46,8 @@ class ExchangeRecord:
         self.num_per_step = 1
         self.own_s = 0.0
         self.ledger: Ledger | None = None
-        self._left_at: float | None = None  # time at which the call's most recent exchange finished
-        self._num_samples = 0.0  # number of this rank's samples, summed over all exchanges
+        self._left_at: float | None = None  # time at which the call's last gradient all-reduce finished
+        self._num_samples = 0.0  # number of this rank's samples in the call's gradient all-reduces
         self._error: BaseException | None = None
 
     def forget_call(self) -> None:
@@ -64,7 +64,10 @@ class ExchangeRecord:
             self._left_at = None
 
     def own_so_far(self) -> float:
-        """Return `own_s` plus the time since the last exchange. It keeps growing if user code hangs."""
+        """Return how long the training call has spent outside all-reduces.
+
+        The time keeps growing if user code hangs.
+        """
         own_s, left_at = self.own_s, self._left_at
         return own_s + (0.0 if left_at is None else time.perf_counter() - left_at)
 
@@ -75,7 +78,7 @@ class ExchangeRecord:
 
     @contextmanager
     def exchanging(self, num_samples: float) -> Iterator[None]:
-        """Count and time the block, an exchange to which this rank contributes `num_samples` samples."""
+        """Count and time the block, a gradient all-reduce to which this rank contributes `num_samples` samples."""
         is_measured = self._left_at is not None
         if self._left_at is not None:
             self.own_s, self._left_at = self.own_so_far(), None
@@ -88,7 +91,7 @@ class ExchangeRecord:
 
     @contextmanager
     def surfacing_errors(self) -> Iterator[None]:
-        """Raise an exchange's original exception instead of the error into which TensorFlow converts it."""
+        """If a gradient all-reduce fails, raise the original exception instead of the one that TensorFlow raises."""
         self._error = None
         try:
             yield
@@ -99,12 +102,12 @@ class ExchangeRecord:
             raise cause from error
 
     def note_error(self, error: BaseException) -> None:
-        """Record an exception for `surfacing_errors`, because TensorFlow will replace it. Only the first is stored."""
+        """Record an exception for `surfacing_errors`, because TensorFlow will replace it. Store the first one only."""
         self._error = self._error or error
 
     @contextmanager
     def noting(self, *kinds: type[BaseException]) -> Iterator[None]:
-        """Record exceptions of these classes from the block for `surfacing_errors`."""
+        """If the block raises an exception of these classes, record the exception for `surfacing_errors`."""
         try:
             yield
         except kinds as error:
@@ -176,14 +179,14 @@ class GradientAverager:
         self._layouts: dict[tuple[Any, ...], GradientLayout] = {}
 
     def forget_full_step(self) -> None:
-        """Assume that the next step is full.
+        """Discard the number of samples in a full step, and assume that the next step is full.
 
         Call this for a new group, in which ranks must agree on this number again.
         """
         self._full_step = None
 
     def average(self, gradients: Sequence[Any], repeat: Exchange) -> list[Any]:
-        """Return the mean of all ranks' gradients, as tensors. None stays None.
+        """Return the mean of all ranks' gradients, as tensors. A None in `gradients` stays None.
 
         Args:
             gradients: This rank's gradients.

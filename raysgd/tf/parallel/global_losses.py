@@ -29,7 +29,7 @@ from raysgd.tf.parallel.averaging import REFUSALS, ExchangeRecord
 from raysgd.tf.parallel.step import Exchange, TFStep, TracedStep
 
 SUM = "sum"
-"""Passed instead of a divisor for a loss that is a sum, which has none."""
+"""Passed in place of a divisor if the loss is a sum, which has no divisor."""
 
 _BY_WEIGHTS = "mean_with_sample_weight"
 _ONE = np.float64(1.0)
@@ -50,7 +50,8 @@ class GlobalLosses:
     def num_samples_of(self, counted: int, repeat: Exchange) -> float:
         """Return this rank's number of samples in the current step.
 
-        It comes from raysgd's loop if that draws the batches, else it is `counted`. Return 1 if both are unknown.
+        If raysgd's loop draws the batches, the loop knows the number. Otherwise, return `counted`. If both are unknown,
+        return 1.
 
         Args:
             counted: Number of samples counted in the batch. -1 if no step of a Keras loop is traced.
@@ -62,7 +63,7 @@ class GlobalLosses:
         return counted if counted >= 0 else 1
 
     def compute_loss_of(self, model: Any) -> Callable[..., Any]:
-        """Return a replacement for a model's `compute_loss`. It scales each loss by scaling its sample weights."""
+        """Return a replacement for a model's `compute_loss` that scales each loss by scaling its sample weights."""
         inner = model.compute_loss
 
         def compute_loss(
@@ -76,7 +77,7 @@ class GlobalLosses:
         return compute_loss
 
     def _scaled_weights(self, model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, list[Any]]:
-        """Return sample weights that scale a model's losses, and the losses that must be sums for this to work."""
+        """Return sample weights that scale a model's losses, and the losses whose reduction must become a sum."""
         import tensorflow as tf
 
         given = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
@@ -116,7 +117,7 @@ class GlobalLosses:
         return tf.math.divide_no_nan(scale, tf.cast(divisor, scale.dtype))
 
     def mean(self, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-        """Return the scaled loss of an operator's batch.
+        """Return a batch's mean loss, scaled so that averaging over the ranks gives the global loss.
 
         Raises:
             IncompatibleModelError: The loss is a function that returns a scalar, or mixes the samples of a batch.
@@ -135,7 +136,7 @@ class GlobalLosses:
         return value if divisor is None else value * tf.cast(self.factor(divisor), value.dtype)
 
     def _refuse_over_batch(self, keras: Any, loss: Any, target: Any, output: Any) -> None:
-        """Reject a loss without one value per sample, while tracing or in the first step that reveals it."""
+        """Reject a loss that does not return one value per sample, during tracing or in the first such step."""
         import tensorflow as tf
 
         if loss is None:
@@ -207,7 +208,7 @@ class GlobalLosses:
 
 
 def refuse_by_name(gradients: Sequence[Any]) -> None:
-    """Reject gradients that were clipped by one rank's norm, or whose loss was divided by a number of samples.
+    """Reject gradients that were clipped by one rank's norm, or whose loss was divided by a sample count.
 
     Raises:
         IncompatibleModelError: The graph being traced contains such an operation.
@@ -242,10 +243,10 @@ def _ignored_by(loss: Any) -> int | None:
 
 
 def _divisor(keras: Any, loss: Any, target: Any, output: Any, weight: Any) -> Any:
-    """Return a loss's divisor as a tensor. Return None if the divisor is the number of samples, or there is none.
+    """Return a loss's divisor as a tensor. Return None if it is the number of samples, or the loss is not divided.
 
-    The divisor is computed with another Keras loss, which sums ones, because Keras masks and weights both in the same
-    way.
+    The divisor is computed with another Keras loss, which sums ones, because Keras masks and weights both losses in the
+    same way.
     """
     import tensorflow as tf
 
@@ -276,7 +277,7 @@ def _is_masked(keras: Any, output: Any) -> bool:
 
 
 def _counting(keras: Any, values: Callable[[Any, Any], Any], reduction: str) -> Any:
-    """Return a Keras loss whose values are computed by `values`."""
+    """Wrap the function `values`, which computes a loss's values, in a Keras loss with this reduction."""
 
     class Counting(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -291,7 +292,7 @@ def _named(keras: Any, loss: Any) -> Any:
 
 
 def _refuse_axes(loss: Any, output: Any) -> None:
-    """Reject a Keras loss that mixes the samples of a batch, by its `axis` or by comparing samples."""
+    """Reject a Keras loss that mixes a batch's samples, because of its `axis` or because it compares samples."""
     kind = _name_of(loss)
     default = None if kind.lower() in ("dice", "tversky") else -1
     axes = loss.get_config().get("axis", default) if hasattr(loss, "get_config") else default
@@ -356,7 +357,7 @@ def _by_output(model: Any, name: str, given: Any, outputs: Any) -> list[Any]:
 
 @contextmanager
 def _as_sums(losses: Sequence[Any]) -> Iterator[None]:
-    """Inside the block, make the losses sums, because their sample weights already include the divisor."""
+    """Inside the block, set the losses' reduction to a sum, because their sample weights include the divisor."""
     for loss in losses:
         loss.reduction = SUM
     try:

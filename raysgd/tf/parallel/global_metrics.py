@@ -1,4 +1,4 @@
-"""Merges variables over all ranks: metrics by their `aggregation`, statistics such as BatchNorm's by their mean."""
+"""Merges variables over all ranks. Metrics follow their `aggregation`; statistics such as BatchNorm's are averaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUM, _MEAN, _FIRST = "sum", "mean", "only_first_replica"
 
 
 class GlobalMetrics:
-    """Replaces the results that Keras models report for an epoch with results over all ranks.
+    """Makes Keras models report an epoch's metrics over all ranks instead of over one rank.
 
     Keras uses `get_metrics_result` for an epoch's results only if it returns the same names as the last step. The
     replacement therefore returns these names. For a metric, it returns the result over all ranks, and for any other
@@ -44,7 +44,7 @@ class GlobalMetrics:
         self._last = _assigned(self._last, tf.stack([tf.cast(count, tf.int64), int(self._traced.is_test)]))
 
     def note_returned(self, numbers: Any) -> None:
-        """Record the numbers that the user's own `train_step` or `test_step` returned."""
+        """Record the metrics that the user's own `train_step` or `test_step` returned."""
         import tensorflow as tf
 
         before, is_test = self._returned.get(self._traced.is_test, {}), self._traced.is_test
@@ -57,8 +57,8 @@ class GlobalMetrics:
     def note_means(self, model: Any, count: Any) -> None:
         """Record a model's mean metrics after a step.
 
-        Some of them may weight all batches equally instead of by samples. `results_of` corrects these at the end of an
-        epoch.
+        Some of the metrics may weight all batches equally instead of by samples. `results_of` corrects these at the end
+        of an epoch.
         """
         import tensorflow as tf
 
@@ -106,7 +106,7 @@ class GlobalMetrics:
             self._is_merging = False
 
     def results_of(self, model: Any) -> Any:
-        """Return a replacement for a model's `get_metrics_result`. It returns results over all ranks; see the class."""
+        """Return a replacement for a model's `get_metrics_result` that returns results over all ranks."""
         inner = model.get_metrics_result
 
         def get_metrics_result() -> Any:
@@ -146,7 +146,7 @@ class GlobalMetrics:
 
 
 def _means_of(model: Any) -> list[Any]:
-    """Return a model's metrics that may weight all batches equally: losses of single outputs, and functions."""
+    """Return a model's metrics that may weight all batches equally: its outputs' losses, and plain functions."""
     metrics: Any = registration.keras_of(model).metrics
     found = [inner for metric in model.metrics for inner in getattr(metric, "metrics", None) or [metric]]
     return [one for one in found if type(one) in (metrics.Mean, metrics.MeanMetricWrapper) and one.name != "loss"]
@@ -215,7 +215,7 @@ def _aggregation_of(variable: Any) -> str:
 
 
 def _assigned(variable: Any, value: Any) -> Any:
-    """Assign a value to the variable and return it. Create a new variable if it is None or has another shape."""
+    """Assign a value to a variable and return it. Replace a variable that is None or has another shape."""
     import tensorflow as tf
 
     if variable is None or variable.shape != value.shape:

@@ -31,7 +31,7 @@ from raysgd.tf.parallel.step import TFStep, TracedStep, applying_zeros, repeat_w
 
 
 class Synchronizer:
-    """Watches one replica's optimizers and models: replaces methods so that they work together with other ranks.
+    """Watches one replica's optimizers and models: replaces their methods with versions that work across ranks.
 
     Args:
         world: This rank and the number of ranks.
@@ -69,18 +69,18 @@ class Synchronizer:
         return self.exchanges.group
 
     def regroup(self, world: World) -> None:
-        """Switch to another group, which all its ranks have already joined. Watched objects stay watched."""
+        """Switch to a group that all its ranks have already joined. Watched optimizers and models stay watched."""
         self.exchanges.group = group_of(world)
         if self.watches:
             for averager in self._averagers:
                 averager.forget_full_step()
 
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
-        """From now on, reject optimizers that train variables outside the registered models."""
+        """Reject later optimizer steps that train variables outside the registered models."""
         self._registered = registered
 
     def watch(self, optimizer: Any) -> None:
-        """Make an optimizer average the gradients of all ranks. Calls for a watched optimizer do nothing."""
+        """Make an optimizer average gradients across all ranks. Do nothing if the optimizer is already watched."""
         name = _name_of_apply(optimizer)
         if not self.watches or registration.is_replaced(optimizer, name):
             return
@@ -120,7 +120,7 @@ class Synchronizer:
             )
 
     def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for a Keras 3 optimizer's `apply`, which averages gradients first."""
+        """Return a replacement for a Keras 3 optimizer's `apply` that averages gradients first."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             import tensorflow as tf
@@ -138,7 +138,7 @@ class Synchronizer:
         return apply
 
     def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: GradientAverager) -> Any:
-        """Return a replacement for a tf_keras optimizer's `apply_gradients`, which averages gradients first."""
+        """Return a replacement for a tf_keras optimizer's `apply_gradients` that averages gradients first."""
 
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
@@ -250,7 +250,7 @@ class Synchronizer:
         return step
 
     def take_part(self, train_step: Callable[[Any], Any], batch: Any) -> None:
-        """Take part in a step for which this rank has no samples, by repeating the all-reduces of its last step.
+        """Take part in a step for which this rank has no samples, by repeating its last step's all-reduces.
 
         Args:
             train_step: The operator's step. If this rank has not taken a step yet, it is traced to learn its
@@ -307,14 +307,14 @@ def refuse_xla(model: Any) -> None:
 
 
 def _name_of_apply(optimizer: Any) -> str:
-    """Return the name of the optimizer's method that applies gradients. It differs between Keras 3 and tf_keras."""
+    """Return the name of the optimizer's method that applies gradients, which differs between Keras 3 and tf_keras."""
     return "apply" if hasattr(optimizer, "apply") else "apply_gradients"
 
 
 def _after(averaged: Sequence[Any]) -> Any:
     """Return a context manager. Operations created in it run only after the all-reduce that computes `averaged`.
 
-    If the all-reduce fails, nothing changes therefore, not even the optimizer's step counter.
+    If the all-reduce fails, these operations therefore do not run, and even the optimizer's step counter is unchanged.
     """
     import tensorflow as tf
 

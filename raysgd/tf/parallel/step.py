@@ -22,11 +22,11 @@ class TFStep:
     Attributes:
         num_samples: Number of this rank's samples in the step. None if a Keras loop draws the batches. The number is
             then counted in the batch.
-        num_global: Number of samples of all ranks in the step, or 0 if unknown.
-        weights: Sums of the sample weights of this rank and of all ranks. 0 without sample weights.
+        num_global: The step's total number of samples over all ranks, or 0 if unknown.
+        weights: This rank's sum of sample weights, and the sum over all ranks. Both are 0 without sample weights.
         began_at: Time at which the loop started to draw the batch.
-        usual: Functions that repeat the all-reduces of the last step without samples. Steps without all-reduces are
-            ignored.
+        usual: Functions that repeat the last step's all-reduces with zero samples from this rank. Steps without
+            all-reduces are ignored.
     """
 
     num_samples: int | None = None
@@ -47,7 +47,7 @@ class TFStep:
         self._is_last_waiting = True
 
     def confirm(self) -> None:
-        """End the step. Batches that were drawn but not trained on stay open, for `use`."""
+        """End the step. A drawn batch stays open until user code trains on it."""
         if not self._waiting:
             self.num_samples = None
 
@@ -55,7 +55,7 @@ class TFStep:
         """Do nothing when the call has no more batches."""
 
     def forget(self) -> None:
-        """Forget the current batches at the end of a call.
+        """Discard the open batches when a call ends.
 
         Steps that user code takes between two calls then do not count as steps on the call's data.
         """
@@ -84,13 +84,15 @@ class TFStep:
         return self.num_samples
 
     def skip(self) -> None:
-        """Close the last batch: it has been trained on, or will not be. Further calls do nothing."""
+        """Close the last batch, because user code has trained on it or skips it. Further calls do nothing."""
         if self._is_last_waiting:
             self._waiting.pop()
             self._is_last_waiting = False
 
     def factor(self, divisor: float | None) -> float:
-        """Return the factor by which to scale a loss, computed from the batch's counts. Return 1 if they are unknown.
+        """Return the factor by which to scale a loss, computed from the batch's counts.
+
+        Return 1 if the counts are unknown.
 
         Args:
             divisor: The loss's divisor on this rank, or None for a loss that is a sum.
@@ -106,7 +108,10 @@ class TFStep:
 
     @property
     def batch(self) -> TFStep:
-        """The current batch. Each step has one batch, so this is the step itself; see `PlaceInStep`."""
+        """The current batch.
+
+        Each step has one batch, so the step object describes the batch, too. See `PlaceInStep`.
+        """
         return self
 
     @property
@@ -131,7 +136,7 @@ class TracedStep:
     Attributes:
         num_samples: Number of samples in the step's batch, as a tensor of the graph. None if no step is being traced.
         exchanges: Functions that repeat the step's all-reduces so far.
-        num_applied: Number of all-reduces of gradients that an optimizer applies.
+        num_applied: Number of all-reduces in the step whose averaged gradients an optimizer applies.
         is_test: True in an evaluation step.
     """
 
@@ -143,7 +148,7 @@ class TracedStep:
 
     @contextmanager
     def tracing(self, num_samples: Any, is_test: bool) -> Iterator[None]:
-        """Trace the block as a step on a batch with `num_samples` samples."""
+        """Inside the block, a step on a batch with `num_samples` samples is traced, or runs eagerly."""
         self.num_samples, self.exchanges, self.num_applied, self.is_test = num_samples, [], 0, is_test
         try:
             yield

@@ -99,7 +99,7 @@ class _Link:
 
     @property
     def has_rest(self) -> bool:
-        """True if buffered bytes are left to send."""
+        """True if some buffered bytes have not been sent yet."""
         return bool(self._unsent)
 
     def receive(self) -> list[BoardMessage]:
@@ -255,7 +255,7 @@ class Board:
             raise ends[0]
 
     def _moved(self, link: _Link, events: int) -> list[BoardMessage]:
-        """Send to and receive from a neighbor without blocking, as its poll events allow.
+        """Send data to and receive data from a neighbor without blocking, as the poll events allow.
 
         Return the complete messages.
         """
@@ -265,7 +265,7 @@ class Board:
         return link.receive() if events & ~select.POLLOUT else []
 
     def _watch_rests(self) -> None:
-        """Start polling for the neighbors whose sockets are ready to accept buffered bytes."""
+        """Poll each socket with buffered bytes for readiness to send."""
         os.read(self._bell[0], _PART)
         for link in self._links.values():
             self._poll.modify(link.connection, _events(link))
@@ -274,7 +274,7 @@ class Board:
         os.write(self._bell[1], b"!")
 
     def _pass_on(self, messages: Sequence[BoardMessage]) -> None:
-        """Forward messages to the neighbors that get them from this rank. Combine messages to the same neighbor."""
+        """Forward messages to this rank's next neighbors. Send messages to the same neighbor together."""
         onward: dict[int, list[bytes]] = defaultdict(list)
         for message in messages:
             encoded = message.encoded
@@ -297,7 +297,10 @@ class Board:
             link.cut()
 
     def interrupt(self) -> None:
-        """Shut down all connections. This ends all waits of this rank and for this rank. Callable from any thread."""
+        """Shut down all connections.
+
+        Callable from any thread. This aborts this rank's waits, and other ranks' waits for this rank.
+        """
         if not self._is_cut:
             self._cut()
             self._break(_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Connects the ranks of a group: each rank listens, connects to some ranks, and accepts connections from others.
+"""Connects a group's ranks: each rank listens, connects to lower ranks, and accepts connections from higher ranks.
 
 Any process that reaches a rank's port may connect to it. The driver therefore creates a secret for each group and sends
 it to the ranks through Ray. In a handshake, each side of a connection proves that it knows the secret, with an HMAC
@@ -105,7 +105,7 @@ class ConnectionAttempt(NamedTuple):
 
 
 class Endpoint:
-    """The sockets at which a rank listens for connections from others.
+    """The sockets at which a rank listens for connections from other ranks.
 
     At the loopback address, the endpoint listens at a Unix socket, where a message takes a third of the time. It also
     reserves a TCP port, so that no other process gets that port. If Unix sockets are not possible, it listens at the
@@ -141,7 +141,8 @@ class Endpoint:
         Args:
             rendezvous: The ranks' addresses and the group's secret.
             rank: This rank.
-            lanes: The ranks to connect to, for each lane. Each of them must list this rank in the same lane.
+            lanes: For each lane, which is one set of connections, the ranks to connect to. Each of these ranks must
+                list this rank in the same lane.
             deadline: Limits the wait for other ranks.
 
         Raises:
@@ -163,7 +164,7 @@ class Endpoint:
     def connect_all(
         self, credentials: Credentials, calls: Collection[ConnectionAttempt], num_accepted: int, deadline: Deadline
     ) -> list[Peer]:
-        """Connect to some ranks and accept connections from others. Return when all are connected.
+        """Connect to some ranks and accept connections from other ranks. Return when all are connected.
 
         Args:
             credentials: This rank's number and the group's secret.
@@ -200,7 +201,7 @@ class _Pending:
         connection: The socket to the other side.
         handshake: The generator that performs the handshake.
         call: The connection that this rank initiated, or None if the other side connected. Any process may connect, so
-            a failure of an accepted handshake is not an error of this rank.
+            this rank ignores the failure of an accepted handshake.
         events: The poll events that the handshake waits for.
     """
 
@@ -217,8 +218,8 @@ class _Handshakes:
     Args:
         credentials: This rank's number and the group's secret.
         listener: The socket to which others connect.
-        most_accepted: Maximum number of accepted handshakes in progress. Beyond it, the oldest are disconnected,
-            starting with processes that have not sent a valid greeting.
+        most_accepted: Maximum number of accepted handshakes in progress. Beyond that number, the oldest handshakes are
+            dropped, starting with processes that have not sent a valid greeting.
 
     Attributes:
         peers: Ranks whose handshakes have succeeded.
@@ -342,7 +343,7 @@ def has_names(host: str) -> bool:
 
 
 def _name_of(address: Address) -> Address | bytes:
-    """Return the argument for `connect`: the address itself, or the abstract name of the Unix socket it stands for.
+    """Return the argument for `connect`: the address itself, or the abstract name of the Unix socket that it encodes.
 
     Abstract names are visible in the whole network namespace.
     """

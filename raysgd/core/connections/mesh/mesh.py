@@ -1,8 +1,8 @@
 """The mesh: sockets between all pairs of ranks, over which ranks swap bytes.
 
 In a swap, a rank sends messages to some ranks and receives messages from some ranks at the same time. Every rank must
-make the same swaps in the same order. An error in a swap shuts down all connections of this rank, so that no other rank
-waits for it. `interrupt` does the same from any thread.
+make the same swaps in the same order. An error in a swap shuts down all of this rank's connections, so that no other
+rank waits for this rank. `interrupt` does the same from any thread.
 
 ADR 35 explains why gradients in host memory do not use gloo.
 """
@@ -35,11 +35,11 @@ class MeshBroken(ConnectionError):
 
 
 class NotAligned(ValueError):
-    """Another rank is at a different collective, so the ranks do not make the same swaps in the same order."""
+    """Another rank is in a different collective. All ranks must call the same collectives in the same order."""
 
 
 class Mesh:
-    """One rank's connections to all other ranks.
+    """One rank's connections to all other ranks. In a swap, ranks send and receive messages at the same time.
 
     Attributes:
         timeout_s: How long a swap may stall before it raises.
@@ -93,8 +93,8 @@ class Mesh:
                 self.waited_s += time.perf_counter() - began if is_early else 0.0
 
     def _wait(self, sending: Collection[int], receiving: Collection[int]) -> None:
-        # Watch all connections, because even a rank from which nothing is expected may have closed its connection. It
-        # will neither receive this rank's message nor take part in the next swap, and its peers might wait forever.
+        # Watch all connections, even to ranks from which this rank expects no message. If such a rank has closed its
+        # connection, it will not take part in the next swap, and other ranks might wait for it forever.
         awaited = {*sending, *receiving}
         for rank in awaited:
             events = select.POLLIN if rank in receiving else _IS_GONE
@@ -128,7 +128,10 @@ class Mesh:
         return bool(poll.poll(0))
 
     def interrupt(self) -> None:
-        """Shut down all connections. This ends all swaps of this rank and with this rank. Callable from any thread."""
+        """Shut down all connections.
+
+        Callable from any thread. This aborts this rank's swaps, and other ranks' swaps with this rank.
+        """
         if self._is_broken:
             return
         self._is_broken = True

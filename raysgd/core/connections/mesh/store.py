@@ -20,7 +20,7 @@ from raysgd.core.connections.mesh.board import Board, BoardTimeout
 
 
 class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
-    """Implements the store operations that gloo uses. C++ code calls them, too.
+    """Implements the store operations that gloo uses. PyTorch's C++ code calls these operations, too.
 
     PyTorch sets the store's `timeout` to the process group's timeout.
 
@@ -50,7 +50,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Raise an error. Counters are not supported, because one rank would have to count for all ranks."""
+        """Raise an error. Counters are not supported, because they would need one rank to act as a server."""
         raise NotImplementedError(
             "the store of this process group has no counters. Create groups without `use_local_synchronization=True`, "
             "and leave the variable `TORCH_DIST_INIT_BARRIER` unset."

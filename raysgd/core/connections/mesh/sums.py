@@ -35,10 +35,10 @@ MOST = 8
 """Maximum number of ranks for which each rank communicates directly with every other rank."""
 
 MAX_WHOLE_BYTES = 64 * 1024
-"""Maximum size of an array that every rank sums as a whole."""
+"""Maximum size in bytes of an array that each rank sends whole to the other ranks, instead of in parts."""
 
 LEAST_PART_BYTES = 8 * 1024
-"""Part size from which on the time of a sum depends more on the amount of data than on the number of messages."""
+"""Part size in bytes above which a sum's time depends more on the amount of data than on the number of messages."""
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _NO_ROWS: Mapping[int, Array] = {}
@@ -50,7 +50,7 @@ class RankSums:
     Args:
         rank: This rank.
         mesh: Connections to the other ranks.
-        nodes: Tells on which node each rank is.
+        nodes: Maps ranks to nodes.
     """
 
     def __init__(self, rank: int, mesh: Mesh, nodes: Nodes) -> None:
@@ -96,7 +96,7 @@ class RankSums:
     # ------------------------------------------------------------------------------------ several nodes
 
     def _by_leaders(self, flat: Array, kind: int) -> None:
-        """Sum on each node, then among the nodes' first ranks, which broadcast the result on their nodes."""
+        """Sum within each node, then across the nodes' first ranks. These broadcast the result in their nodes."""
         beside = self._beside
         self._among(beside, flat, kind, is_small=True)
         if self._rank == beside[0]:
@@ -106,7 +106,7 @@ class RankSums:
     def _by_lanes(self, flat: Array, kind: int) -> None:
         """Reduce-scatter on each node, all-reduce each part between nodes, then all-gather on each node.
 
-        As in a ring over all ranks, each node sends about twice the array, however many ranks it has.
+        Each node sends about twice the array's bytes, however many ranks it has, as in a ring over all ranks.
         """
         beside, lanes = self._beside, self._nodes.lanes
         parts, owners = _divided(flat, len(lanes)), beside[: len(lanes)]
@@ -149,7 +149,7 @@ class RankSums:
         _add_in_order({**received, self._rank: flat}, flat)
 
     def _in_parts(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
-        """Reduce-scatter, then all-gather. Each rank sends about twice the array, however many ranks there are."""
+        """Reduce-scatter, then all-gather. Each rank sends about twice the array's bytes, for any number of ranks."""
         parts = _divided(flat, len(ranks))
         self._collect(ranks, ranks, parts, kind, rows)
         self._distribute(ranks, ranks, parts, kind)
@@ -197,7 +197,7 @@ class RankSums:
         self._spread(ranks, flat, kind)
 
     def _spread(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
-        """Broadcast the array of the first of `ranks` to the rest, in place."""
+        """Broadcast an array from the first of `ranks` to the other ranks, in place."""
         above, passed_on = tree(ranks, self._rank)
         if above is not None:
             self._mesh.swap({}, {above: as_bytes(flat)}, kind)
