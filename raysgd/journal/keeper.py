@@ -224,8 +224,8 @@ def header_of(settings: Any) -> dict[str, Any]:
         "began_at": time.time(),
         "operator": f"{operator_cls.__module__}:{operator_cls.__qualname__}",
         "config": {name: value for name, value in given.items() if name in kept},
-        "config_left_out": sorted(str(name) for name in given if str(name) not in kept),
-        "options": {name: value for name, value in options.items() if _is_plain(value)},
+        "config_left_out": sorted(masked(str(name)) for name in given if str(name) not in kept),
+        "options": {name: value for name, value in options.items() if _is_plain(value) and masked(value) == value},
     }
 
 

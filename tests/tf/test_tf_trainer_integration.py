@@ -269,7 +269,7 @@ WRONG: list[tuple[Any, Any, type[Exception], str]] = [
     (stateful, make_data, IncompatibleModelError, r"`LSTM\(stateful=True\)` cannot be divided"),
     (lambda _: make_own_step(HIDDEN), make_data, IncompatibleModelError, "`Model.train_step` uses no optimizer"),
     (make_model, lambda config: make_data(config)[0], ValueError, "return two datasets"),
-    (make_model, lambda config: (*make_data(config), None), ValueError, "returned 3 things"),
+    (make_model, lambda config: (*make_data(config), None), ValueError, "returned 3 objects"),
     (make_model, lambda _: (models.samples(8), None), TypeError, "is a `tuple`: need a `tf.data.Dataset`"),
     (make_model, not_batched, ValueError, "is not a batch: call `.batch"),
 ]
