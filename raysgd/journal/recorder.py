@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, is_weight, weight_of
+from raysgd.core.numbers.meters import BATCH_WEIGHT, NUM_SAMPLES, ToFloats, is_weight, weight_of
 
 _MOST_WAITING = 100_000
 TRAIN_LOSS = "train_loss"
@@ -97,19 +97,20 @@ class StepRecorder(WorkerCallback):
         self._num_reports += 1
         self._reports.append((self._num_reports, report))
 
-    def reports(self, after: int) -> list[tuple[int, Report]]:
+    def reports(self, after: int, to_floats: ToFloats) -> list[tuple[int, Report]]:
         """Return the reports with numbers above `after`, and discard all other reports.
 
         Runs in a second thread, and may wait for a device.
 
         Args:
             after: Number of the last report that the driver has.
+            to_floats: Reads a list of one-element tensors.
         """
         while self._reports and self._reports[0][0] <= after:
             self._reports.popleft()
         waiting = list(self._reports)
         values = [value for _, each in waiting if isinstance(each, _Waiting) for value in _values_of(each)]
-        numbers = iter(_read(values))
+        numbers = iter(_read(values, to_floats))
         return [(n, each if isinstance(each, LegReport) else _as_report(each, numbers)) for n, each in waiting]
 
 
@@ -120,8 +121,11 @@ def reports_after(replica: Any, received: Mapping[str, int]) -> tuple[str, list[
         replica: The worker's replica.
         received: Number of the last report that the driver has, by recorder name.
     """
-    found: StepRecorder | None = replica.operator._raysgd.callbacks.of_kind(StepRecorder)
-    return ("", []) if found is None else (found.name, found.reports(received.get(found.name, 0)))
+    internals = replica.operator._raysgd
+    found: StepRecorder | None = internals.callbacks.of_kind(StepRecorder)
+    if found is None:
+        return "", []
+    return found.name, found.reports(received.get(found.name, 0), internals.to_floats)
 
 
 def _loss_of(metrics: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -158,14 +162,10 @@ def _values_of(waiting: _Waiting) -> Iterator[Any]:
     yield from waiting.norms
 
 
-def _read(values: Sequence[Any]) -> list[float]:
-    """Convert numbers and tensors to floats. Read all tensors with a single transfer from the device."""
+def _read(values: Sequence[Any], to_floats: ToFloats) -> list[float]:
+    """Convert numbers and tensors to floats. Read all tensors together."""
     tensors = [value for value in values if hasattr(value, "detach")]
-    if not tensors:
-        return [float(value) for value in values]
-    import torch
-
-    read = iter(torch.stack([each.double() for each in tensors]).tolist())
+    read = iter(to_floats(tensors) if tensors else ())
     return [next(read) if hasattr(value, "detach") else float(value) for value in values]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from raysgd.journal.recorder import LegReport, StepRecorder, StepReport
+from raysgd.torch.objects.moving import read_tensors
 
 ATTEMPT = (3, 1)
 
@@ -29,7 +30,7 @@ def recorder(operator: Any) -> StepRecorder:
 
 
 def report(recorder: StepRecorder) -> Any:
-    (_, leg), (number, found) = recorder.reports(0)
+    (_, leg), (number, found) = recorder.reports(0, read_tensors)
     assert isinstance(leg, LegReport)
     assert number == 2
     return found
@@ -67,16 +68,16 @@ def test_a_step_that_broke_off_is_forgotten(recorder: StepRecorder, operator: An
     recorder._on_batch(operator, {"train_loss": 9.0}, False)
     recorder._on_leg(operator, {"attempt": [3, 2], "obstacle": None})
     recorder._on_batch(operator, {"train_loss": 1.0}, True)
-    assert recorder.reports(2) == [(3, StepReport((3, 2), 1, 1.0, 1, None))]
+    assert recorder.reports(2, read_tensors) == [(3, StepReport((3, 2), 1, 1.0, 1, None))]
 
 
 def test_reports_are_kept_until_the_driver_has_them(recorder: StepRecorder, operator: Any) -> None:
     for operator.global_step in range(3):
         recorder._on_batch(operator, {"train_loss": 1.0}, True)
-    assert [number for number, _ in recorder.reports(0)] == [1, 2, 3, 4]
-    assert [number for number, _ in recorder.reports(0)] == [1, 2, 3, 4], "an answer may be lost"
-    assert [number for number, _ in recorder.reports(3)] == [4]
-    assert [number for number, _ in recorder.reports(0)] == [4]
+    assert [number for number, _ in recorder.reports(0, read_tensors)] == [1, 2, 3, 4]
+    assert [number for number, _ in recorder.reports(0, read_tensors)] == [1, 2, 3, 4], "an answer may be lost"
+    assert [number for number, _ in recorder.reports(3, read_tensors)] == [4]
+    assert [number for number, _ in recorder.reports(0, read_tensors)] == [4]
 
 
 def test_a_tensor_on_a_device_is_copied_and_not_read(recorder: StepRecorder, operator: Any) -> None:
@@ -86,7 +87,7 @@ def test_a_tensor_on_a_device_is_copied_and_not_read(recorder: StepRecorder, ope
     recorder._on_norm(norm)
     recorder._on_batch(operator, metrics, True)
     with pytest.raises((NotImplementedError, RuntimeError)):
-        recorder.reports(0)
+        recorder.reports(0, read_tensors)
 
 
 def test_the_largest_norm_of_several_optimizers_counts(recorder: StepRecorder, operator: Any) -> None:

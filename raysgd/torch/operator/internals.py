@@ -596,8 +596,12 @@ class TorchInternals(Internals):
         is_padding = self.parallel.leg.batch.is_padding
         return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: is_padding}
 
+    @staticmethod
+    def to_floats(tensors: list[torch.Tensor]) -> list[float]:
+        return read_tensors(tensors)
+
     def new_meters(self) -> AverageMeterCollection:
-        return AverageMeterCollection(read_tensors, metric_objects.capture, metric_objects.remember_all)
+        return AverageMeterCollection(self.to_floats, metric_objects.capture, metric_objects.remember_all)
 
     def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
         """Implement the default `predict_batch`: call the model on the inputs of a batch and return its prediction."""

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate
 
 from raysgd.core.engine.shared.types import World
-from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
+from raysgd.core.numbers.meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary, float_each
 from raysgd.core.numbers.timers import TimerCollection
 from raysgd.core.text.frames import defined_at
 from raysgd.core.text.log_lines import Once
@@ -125,6 +125,11 @@ class Internals:
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         """Return the entries that the library adds to the `info` of a training call."""
         return {NUM_STEPS: num_steps, "epoch_idx": epoch_idx}
+
+    @staticmethod
+    def to_floats(tensors: list[Any]) -> list[float]:
+        """Return the values of one-element tensors."""
+        return float_each(tensors)
 
     def new_meters(self) -> AverageMeterCollection:
         """Return empty meters for one epoch."""
