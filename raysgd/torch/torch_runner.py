@@ -10,7 +10,8 @@ import torch
 from raysgd.core.engine.shared.types import World
 from raysgd.core.state.state_codec import EncodedState, lend
 from raysgd.exceptions import NotRegisteredError
-from raysgd.torch.checkpoints import divided_folder
+from raysgd.torch.checkpoints import checkpoint_file, divided_folder
+from raysgd.torch.checkpoints.checkpoint_file import StateInFile
 from raysgd.torch.checkpoints.divided_folder import WrittenPart
 from raysgd.torch.hosting.hosted import TorchHostedOperator
 from raysgd.torch.objects.moving import packed
@@ -37,6 +38,23 @@ class TorchRunner(ClassRunner):
         """Write this rank's shards of models and optimizers into a checkpoint folder. All ranks must call this."""
         state = self._hosted.state
         return divided_folder.write_part(folder, state.read_divided(), state.own(), self._hosted.world.rank)
+
+    def restore_from_file(self, reference: StateInFile, own_state: Any) -> bool | None:
+        """Restore a checkpoint that the driver has verified. Its tensors are mapped from the file.
+
+        Args:
+            reference: Reference to the file.
+            own_state: This rank's random states; None to leave the current random states unchanged.
+
+        Returns:
+            None if this process does not see the file, so that nothing has changed. False if another process wrote to
+            the file meanwhile, so that the replica may hold parts of both contents. Otherwise True.
+        """
+        with checkpoint_file.mapped_again(reference) as (state, is_unchanged):
+            if state is None:
+                return None
+            self.restore(state, own_state)
+            return is_unchanged()
 
     def remade_tensors(self) -> EncodedState:
         """Return a dict for each module: the frozen parameters that states omit because `setup` recreates them."""

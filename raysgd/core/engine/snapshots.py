@@ -22,7 +22,7 @@ from raysgd.core.engine.shared import replica
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.group_spec import EverySeconds, GroupSpec
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.transfers import Transfer
+from raysgd.core.engine.transfers import SharedValue, Transfer
 from raysgd.exceptions import WorkersLostError
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,8 @@ class NewestSnapshot:
             raise
         except Exception as error:  # Ray's error if the worker died, or an error that the worker raised
             raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
+        if isinstance(state, SharedValue):
+            return Snapshot(state.value, self.rank_states, self.progress, state.reference)
         return Snapshot(state, self.rank_states, self.progress, self.transfer.reference)
 
 
@@ -382,7 +384,12 @@ class Snapshots:
         self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
-        """Discard the snapshot in transit and `landed_token`, because the replicas that they came from have ended."""
+        """Discard the snapshot in transit and `landed_token`, because the replicas that they came from have ended.
+
+        A snapshot that the driver itself copies from a file does not depend on replicas, so wait for that one.
+        """
+        if self._coming is not None and self._coming.token is None:
+            self.poll(None)
         if self.is_coming:
             self._lose_coming()
         self.landed_token = None
@@ -392,6 +399,15 @@ class Snapshots:
         self._coming, self._is_stale, self._is_stale_for_ranks = None, False, False
         self.must_follow, self._num_gaps_coming = False, self._num_gaps
         self._land(snapshot, self.landed_token, len(self._calls))
+
+    def adopt_coming(self, coming: NewestSnapshot) -> None:
+        """Use state that workers loaded from a file as the newest snapshot, while the driver still copies the state.
+
+        If the copy fails, no earlier snapshot may replace the loaded state.
+        """
+        self.completed(None)
+        self._coming, self._num_covered, self._num_gaps_coming = coming, len(self._calls), self._num_gaps
+        self._is_stale, self._is_stale_for_ranks, self.must_follow, self.is_awaited = False, False, False, False
 
     def forget_calls(self) -> None:
         """Discard the retained calls, so that a restart continues from the last snapshot without repeating calls."""

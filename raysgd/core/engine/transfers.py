@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 from raysgd.core.engine.placement import session
+from raysgd.core.engine.shared.call import run_into
 from raysgd.core.engine.worker import LocalCall, node_here
 from raysgd.exceptions import WorkersLostError
 
@@ -69,6 +72,19 @@ def transfer(call: Any) -> Transfer:
             raise TimeoutError("the result is still in transit") from error
 
     return Transfer(result, call)
+
+
+def in_thread(store_value: Callable[[], SharedValue]) -> Transfer:
+    """Start storing a value in a separate thread. Return a `Transfer` whose result is the `SharedValue`."""
+    future = Future[SharedValue]()
+    Thread(target=run_into, args=(future, store_value), name="raysgd-store", daemon=True).start()
+
+    def result(timeout_s: float | None) -> SharedValue:
+        if not wait([future], timeout_s).done:
+            raise TimeoutError("the value is not stored yet")
+        return future.result()
+
+    return Transfer(result)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ import pickle
 import re
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +133,21 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
         return state
 
 
+@dataclass(frozen=True)
+class StateInFile:
+    """Reference to a verified checkpoint file, sent to ranks on the same node instead of the state.
+
+    Each rank maps the file itself, and checks that it is the file whose checksum the driver has verified.
+
+    Attributes:
+        path: Absolute path of the file.
+        identity: Device, inode, size and modification time of the verified file.
+    """
+
+    path: str
+    identity: tuple[int, int, int, int]
+
+
 @contextlib.contextmanager
 def mapped(
     path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
@@ -153,6 +169,18 @@ def mapped(
             during the block.
         FileNotFoundError, UnsafeCheckpointError, ValueError: See `read`.
     """
+    with mapped_with_place(path, weights_only=weights_only, name=name, maps=maps) as (state, _):
+        yield state
+
+
+@contextlib.contextmanager
+def mapped_with_place(
+    path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None, maps: bool = True
+) -> Iterator[tuple[dict[str, Any], StateInFile | None]]:
+    """Read a checkpoint like `mapped`. Also yield a reference with which processes on this node can map the file.
+
+    The reference is None if the tensors are not mapped from the file, or if the file may contain arbitrary objects.
+    """
     path = os.fspath(path)
     name = name or path
     with open(path, "rb", buffering=0) as file:
@@ -164,8 +192,7 @@ def mapped(
             if seal_of(checksum.hexdigest()) != seal:
                 raise corrupted(name, "its checksum does not match its content")
         maps = maps and seal is not None and _can_be_mapped(file)
-        by_descriptor = f"/dev/fd/{file.fileno()}"  # refers to the open file, even if the path is replaced
-        place = by_descriptor if os.path.exists(by_descriptor) else path
+        place = _by_descriptor(file, path)
         if weights_only:
             with refusals_of(name, _IF_TRUSTED):
                 if is_archive:
@@ -179,10 +206,47 @@ def mapped(
                 loaded = unpacked(loaded, before.st_size)
         version = loaded.pop(FORMAT_KEY, FORMAT_VERSION) if isinstance(loaded, dict) else FORMAT_VERSION
         check_format(name, version, FORMAT_VERSION)
-        yield checked_state(loaded, name, REQUIRED_KEYS)
-        after = os.fstat(file.fileno())
-        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        can_be_mapped_again = maps and weights_only
+        reference = StateInFile(os.path.abspath(path), _identity(before)) if can_be_mapped_again else None
+        yield checked_state(loaded, name, REQUIRED_KEYS), reference
+        if _identity(os.fstat(file.fileno())) != _identity(before):
             raise corrupted(name, "it was written to while it was read")
+
+
+@contextlib.contextmanager
+def mapped_again(reference: StateInFile) -> Iterator[tuple[dict[str, Any] | None, Callable[[], bool]]]:
+    """Map a file whose checksum the driver on this node has verified.
+
+    Yields:
+        The state, or None if this process does not see the same file. And a function that returns True if no process
+        has written to the file since the driver verified it. Call it after using the state.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            file = held.enter_context(open(reference.path, "rb", buffering=0))
+        except OSError:
+            yield None, lambda: False
+            return
+        if not _is_as_verified(file, reference):
+            yield None, lambda: False
+            return
+        loaded = unpacked(_load_strictly(_by_descriptor(file, reference.path), maps=True), reference.identity[2])
+        del loaded[FORMAT_KEY]
+        yield loaded, lambda: _is_as_verified(file, reference)
+
+
+def _is_as_verified(file: IO[bytes], reference: StateInFile) -> bool:
+    return _identity(os.fstat(file.fileno())) == reference.identity
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _by_descriptor(file: IO[bytes], path: str) -> str:
+    """Return a path that refers to the open file, even if another file replaces `path`. On Windows, return `path`."""
+    by_descriptor = f"/dev/fd/{file.fileno()}"
+    return by_descriptor if os.path.exists(by_descriptor) else path
 
 
 def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:

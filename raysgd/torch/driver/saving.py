@@ -10,13 +10,17 @@ from typing import Any, Literal
 
 from raysgd.core import arguments as checks
 from raysgd.core.engine.controller import ElasticController
+from raysgd.core.engine.group import WorkerGroup
 from raysgd.core.engine.shared.call import Call
 from raysgd.core.engine.shared.types import World
-from raysgd.core.engine.snapshots import Snapshot, own_states
-from raysgd.core.engine.transfers import DividedValue
+from raysgd.core.engine.snapshots import NewestSnapshot, Snapshot, own_states
+from raysgd.core.engine.transfers import DividedValue, SharedValue, Transfer, in_thread
+from raysgd.core.reading.strict_reading import corrupted
 from raysgd.core.state.state_codec import EncodedState, decode, lend
+from raysgd.exceptions import WorkersLostError
 from raysgd.storage import files
 from raysgd.torch.checkpoints import checkpoint_file, divided_folder, divided_state, weights_file
+from raysgd.torch.checkpoints.checkpoint_file import StateInFile
 from raysgd.torch.checkpoints.divided_folder import StateInFolder
 from raysgd.torch.driver import partial_loading
 from raysgd.torch.driver.partial_loading import LoadReport
@@ -109,6 +113,56 @@ def _load(controller: ElasticController, content: Content, held: ExitStack | Non
     if held is not None:
         held.close()
     load_into_all(controller, TorchRunner.restore, stored, rank_states, is_complete)
+
+
+def _load_by_mapping(
+    controller: ElasticController, content: Content, reference: StateInFile, held: ExitStack, name: str
+) -> bool:
+    """Let each worker map a file and copy the state from it. The driver's copy for recovery is made afterwards.
+
+    Args:
+        controller: Controller of the workers.
+        content: State in the file.
+        reference: Reference to the file, for the workers.
+        held: Exit stack that keeps the file open. It is emptied if the state was loaded.
+        name: Name of the file in errors.
+
+    Returns:
+        False if the driver has to send the state to the workers, because they are on other nodes, for example. Nothing
+        has changed then.
+    """
+    whole, rank_states, is_complete = content
+    group = controller.ensure_group()
+    if not is_complete or group.is_driver_only or not group.is_on_one_node:
+        return False
+
+    def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
+        return [(reference, own) for own in own_states(rank_states, len(worlds))]
+
+    def check(values: Sequence[bool | None]) -> None:
+        """Raise if a worker may hold a damaged state. The group is then replaced, with the state from before."""
+        if False in values:
+            raise corrupted(name, "it was written to while it was read")
+        if None in values and any(values):
+            raise WorkersLostError(f"Only some workers see the file `{name}`.")
+
+    with controller.turns.take_turn():  # another thread's call must not come between load and `adopt_coming`
+        values = controller.run(Call(TorchRunner.restore_from_file, arguments, keeps_alike=True, check=check))
+        if None in values:
+            return False
+        copied = _copied_later(group, whole, held.pop_all())
+        controller.snapshots.adopt_coming(NewestSnapshot(transfer=copied, rank_states=rank_states))
+    return True
+
+
+def _copied_later(group: WorkerGroup, whole: dict[str, Any], held: ExitStack) -> Transfer:
+    """Copy a state from its mapped file to the object store in a thread, then close the file."""
+
+    def copy() -> SharedValue:
+        with held:  # closing the file raises if another process has written to it
+            return group.store(lend(whole))
+
+    return in_thread(copy)
 
 
 def _checked_rank_states(states: Any) -> tuple[Any, ...]:
@@ -244,7 +298,10 @@ def load(
             state, report = partial_loading.merged(take_snapshot(), saved, parts, strict)
             load_state(controller, state, held)
         else:
-            state = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
-            _load(controller, _checked(controller, state, is_file=True), held)
+            opened = checkpoint_file.mapped_with_place(path, weights_only=weights_only, name=name)
+            state, reference = held.enter_context(opened)
+            content = _checked(controller, state, is_file=True)
+            if reference is None or not _load_by_mapping(controller, content, reference, held, name):
+                _load(controller, content, held)
     saves.note_file(name)
     return report
