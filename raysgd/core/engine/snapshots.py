@@ -28,7 +28,10 @@ from raysgd.exceptions import WorkersLostError
 logger = logging.getLogger(__name__)
 
 
-_SHARE = 0.02  # copying may take at most this fraction of the time
+# Copying may take at most this fraction of the time. With its transfer to the driver, which slows down the next steps,
+# a snapshot costs about three times as long as the copy, so snapshots cost at most 2 % of the time. See
+# `examples/benchmarks/snapshot_cost.py`.
+_SHARE = 0.006
 _MAX_REPLAY_S = 30.0
 _MAX_CALLS = 10_000  # largest number of retained calls, which keep their arguments in memory
 
@@ -111,8 +114,8 @@ def is_due(every_s: EverySeconds, copy_s: float, since_s: float, replay_s: float
     """Return True if a snapshot is due after a call.
 
     Args:
-        every_s: Seconds between snapshots. "auto" spends at most 2% of the time on copies, but takes a snapshot anyway
-            once a restart would have to repeat more than 30 s of calls. None takes no snapshots.
+        every_s: Seconds between snapshots. "auto" spends at most 2% of the time on snapshots, but takes one anyway once
+            a restart would have to repeat more than 30 s of calls. None takes no snapshots.
         copy_s: Seconds for which copying pauses the workers.
         since_s: Seconds from the last copy to the end of the call.
         replay_s: Seconds to repeat the calls since the last snapshot, including this call.

@@ -300,9 +300,9 @@ def test_what_the_ranks_divide_is_fetched_from_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("every_s", "copy_s", "since_s", "replay_s", "num_calls", "expected"),
     [
-        ("auto", 0.0005, 0.02, 0.0, 1, False),
-        ("auto", 0.1, 4.9, 4.9, 1, False),
-        ("auto", 0.1, 5.1, 5.1, 1, True),  # 2 %
+        ("auto", 0.0005, 0.08, 0.0, 1, False),
+        ("auto", 0.1, 16.6, 16.6, 1, False),
+        ("auto", 0.1, 16.7, 16.7, 1, True),  # 0.6 %
         ("auto", 2.0, 31.0, 29.0, 3, False),
         ("auto", 2.0, 31.0, 30.5, 3, True),  # too much to repeat
         ("auto", 2.0, 10.0, 9.0, 10_001, True),  # too many calls to remember
@@ -322,8 +322,8 @@ def test_a_snapshot_is_due_when_it_is_cheap_or_too_much_would_be_repeated(
     ("every_s", "copy_s", "words"),
     [
         ("auto", None, "after each call"),
-        ("auto", 0.0004, "every 0.02 s, because a copy takes 0.0004 s"),
-        ("auto", 0.1, "every 5 s, because a copy takes 0.1 s"),
+        ("auto", 0.0004, "every 0.067 s, because a copy takes 0.0004 s"),
+        ("auto", 0.1, "every 17 s, because a copy takes 0.1 s"),
         ("auto", 5.0, "every 30 s, because a copy takes 5 s"),
         (0, 1.0, "after each call"),
         (60, 1.0, "every 60 s"),
