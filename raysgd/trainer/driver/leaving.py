@@ -152,7 +152,10 @@ class Leaving:
 
 
 def _obstacle() -> str | None:
-    """Return where this code runs, such as in a second thread, if signals cannot be handled there. Otherwise, None."""
+    """If signals cannot be handled where this code runs, return that place, such as "a worker of Ray".
+
+    Otherwise, return None.
+    """
     if threading.current_thread() is not threading.main_thread():
         return "another thread than the main one"
     ray = sys.modules.get("ray")

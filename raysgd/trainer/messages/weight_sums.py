@@ -21,13 +21,13 @@ from raysgd.exceptions import RanksDifferError
 _TOLERANCE = 1e-4
 # The same for weights with few bytes per element. In a measurement, equal bfloat16 models differed by 0.14.
 _TOLERANCES_OF_SHORT = {1: 1.0, 2: 0.3}
-# Differences in a tensor are relative to its norm, but at least to this fraction of the norm of all weights. The elements
-# of a tensor with a smaller norm may be noise around 0.
+# Differences in a tensor are relative to its norm, but at least to this fraction of the norm of all weights. If the
+# norm of a tensor is smaller, its elements may be noise around 0.
 _SMALLEST = 1e-3
 # Fraction of the time to spend on comparisons. Together with those at snapshots, they take less than 1 %.
 _SHARE = 0.005
 _MOST_NAMES = 3
-_CHUNK = 1 << 16  # number of elements to convert to float64 at a time, which takes half a megabyte
+_CHUNK = 1 << 16  # number of elements to convert to float64 at a time, in half a megabyte
 
 REASONS_OF_TORCH = (
     "gradients that bypass `DistributedDataParallel`, as with `self.model.module(...)` or `torch.autograd.grad` (call "
