@@ -254,9 +254,9 @@ def _mix(tensors: Mapping[str, Any], weights: dict[str, Any], share: float) -> N
 
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name not in weights:  # the tensor was frozen in earlier updates
+            if name not in weights:  # the tensor has no average yet, because it was frozen in earlier updates
                 weights[name] = _precise(tensor.detach()).clone()
-            if weights[name].device != tensor.device:  # the average was loaded from a state dict
+            if weights[name].device != tensor.device:  # the average was loaded from a state dict, on the CPU
                 weights[name] = weights[name].to(tensor.device)
             if tensor.is_floating_point() or tensor.is_complex():
                 weights[name].lerp_(_precise(tensor.detach()), share)

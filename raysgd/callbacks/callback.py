@@ -154,7 +154,7 @@ class Callback:
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Load the state that `state_dict` returned."""
+        """Load the state that `state_dict` of this callback returned in the run that is resumed."""
 
     _pauses: bool = False
     """True if this callback needs pauses inside epochs, in which all workers wait between two steps."""

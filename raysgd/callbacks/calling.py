@@ -150,7 +150,7 @@ class Dispatcher:
             return call_with_known(method, *args, **info) if info else method(*args)
         except CallbackError:  # this callback calls others, and the error already names the one that failed
             raise
-        except Exception as error:  # user code
+        except Exception as error:  # a user's callback may raise any exception
             if self._advice is None:
                 raise
             said = f"{type(error).__name__}: {str(error).rstrip('.')}"
@@ -528,7 +528,7 @@ def _check_of_tune(callback: Any) -> None:
         instead = f"; did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
         if hasattr(callback, "start_training"):
             instead = ". A `TrainingCallback` is for `raysgd.train.Trainer.run(callbacks=[...])`"
-        if hasattr(callback, "after_report"):  # a Ray Train callback, such as its `TuneReportCallback`
+        if hasattr(callback, "after_report"):  # this is a callback of Ray Train, such as `TuneReportCallback`
             instead = (
                 ". Callbacks of Ray Train are for its own trainers. To let Ray Tune see a run, pass the trainer to "
                 "`raysgd.tune.Tuner`, or call `ray.tune.report(trainer.fit().metrics)` in your function"

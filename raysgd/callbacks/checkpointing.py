@@ -145,7 +145,7 @@ class Checkpointing(Callback):
 
     @property
     def best_score(self) -> float | None:
-        """The metric's value for the best checkpoint, or None if no checkpoint has a value for the metric."""
+        """Value of `metric` for the best checkpoint, or None if no checkpoint has a value for the metric."""
         found = self._best()
         return found.score if found is not None else None
 
@@ -440,7 +440,7 @@ class Checkpointing(Callback):
                 self._folder,
                 len(found),
             )
-        self._write_index(self._saved or found)  # fails before the first epoch if the folder is not writable
+        self._write_index(self._saved or found)  # raises an error if the folder is not writable
 
 
 def _count_or_none(name: str, value: Any, hint: str) -> int | None:

@@ -251,7 +251,7 @@ class EarlyStopping(Callback):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the metric's best and last values, and the number of results without improvement."""
+        """Return the best and the last value of the metric, and the number of results without improvement."""
         return {
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -260,7 +260,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the best and last values and the counts from an earlier run."""
+        """Load the values of the metric and the counts from the checkpoint of an earlier run."""
         self.best, self.best_epoch = state["best"], int(state["best_epoch"])
         self.num_without_improvement, self._last = int(state["num_without_improvement"]), state.get("last")
         self._is_loaded = True

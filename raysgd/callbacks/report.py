@@ -41,7 +41,7 @@ _MOST_ENTRIES = 500
 _REFRESH_S = 10
 _MOST_ROWS = 200
 _MOST_POINTS = 2000  # maximum number of points per curve in the data of the page
-_LARGEST = 1e100  # values above this are not drawn
+_LARGEST = 1e100  # metrics with larger absolute values are not drawn
 _FOLDED = ("config", "about")
 _VIEW = (
     '<p id="view"><label>over <select name="over"><option>epoch<option>step</select></label>'

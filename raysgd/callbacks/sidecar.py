@@ -155,7 +155,10 @@ def _write(place: str, content: str) -> None:
 
 
 def _read(checkpoint: str) -> tuple[Sidecar, list[str]] | None:
-    """Return the content of a checkpoint's sidecar file, and the names of the files with parts of the history."""
+    """Return the content of the sidecar file of a checkpoint, and the names of the files with parts of the history.
+
+    Return None if the checkpoint has no sidecar file.
+    """
     beside = location(checkpoint)
     try:
         content = json.loads(_text(beside))

@@ -99,7 +99,7 @@ class WorkerCallback:
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Load the state that `state_dict` returned."""
+        """Load the state that `state_dict` of this callback returned, possibly in another worker or run."""
 
 
 def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
@@ -135,7 +135,7 @@ def call_event(callback: WorkerCallback, method: str, *args: Any) -> Any:
     """
     try:
         return getattr(callback, method)(*args)
-    except Exception as error:  # user code
+    except Exception as error:  # a user's callback may raise any exception
         if type(error).__module__.partition(".")[0] in _LIBRARIES:
             raise
         raise CallbackError(

@@ -58,7 +58,7 @@ class Leg:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch, from 1."""
+        """Number of the epoch to which the leg belongs, from 1."""
         return int(self.entry["pass"]) + 1
 
 
@@ -87,7 +87,7 @@ class JournalWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         lines, steps = self._folder / LINES_FILE, self._folder / STEPS_FILE
         if not self._has_begun:
-            if after == 0:  # a run that starts at step 0 replaces the previous run in this folder
+            if after == 0:  # a run that starts at step 0 replaces the journal of an earlier run in this folder
                 lines.unlink(missing_ok=True)
             self._append({"kind": RUN, "format": FORMAT, **self._header})
             self._has_begun = True

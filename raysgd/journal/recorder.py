@@ -90,7 +90,7 @@ class StepRecorder(WorkerCallback):
         self._report(LegReport(self._attempt, leg))
 
     def _on_norm(self, norm: Any) -> None:
-        if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would run a collective
+        if norm is not None and not hasattr(norm, "full_tensor"):  # reading a sharded tensor would need all ranks
             self._norms.append(_kept(norm))
 
     def _on_batch(self, operator: Any, metrics: Any, is_boundary: bool) -> None:
@@ -163,7 +163,7 @@ def _kept(value: Any) -> Any:
         if not hasattr(value, "detach"):
             return float(value)
         return value.item() if getattr(value, "is_cpu", False) else value.detach().reshape(()).clone()
-    except (TypeError, ValueError, RuntimeError):  # not a single number
+    except (TypeError, ValueError, RuntimeError):  # the value is not a single number
         return math.nan
 
 

@@ -122,7 +122,7 @@ def _collated(data: StreamData, rows: list[Any]) -> Any:
 def _losses(operator: TrainingOperator, samples: list[tuple[Any, Callable[[], Any]]]) -> Iterator[tuple[Any, float]]:
     internals = operator._raysgd
     for model in internals.registered.models:
-        model.eval()  # layers such as batch normalization cannot train on a single sample
+        model.eval()  # in training mode, layers such as batch normalization cannot process a single sample
     with torch.no_grad():
         for sample, make in samples:
             loss = internals.evaluate(make())[3]["val_loss"]

@@ -30,7 +30,7 @@ def is_whole_at_close(filesystem: Any) -> bool:
 
 
 def make_folder(filesystem: Any, path: str) -> None:
-    """Create a folder and its parents."""
+    """Create a folder and its parents in a file system."""
     filesystem.create_dir(path, recursive=True)
     azure = getattr(getattr(filesystem, "handler", None), "fs", None) if _kind(filesystem) == "abfs" else None
     if azure is not None and not azure.exists(path):

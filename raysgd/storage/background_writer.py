@@ -172,7 +172,7 @@ class BackgroundWriter:
                 submitted, path, produce, write = self._jobs.popleft()
             began = time.perf_counter()
             failure = self._failure_of(path, produce, write)
-            del produce, write  # these functions may hold references to large objects
+            del produce, write  # free the functions now, because they may refer to large objects
             if failure is None:
                 self._make_up()
             with self._changed:
@@ -187,7 +187,7 @@ class BackgroundWriter:
         """Write a submitted file. Return the error, or None if the file was written."""
         try:
             write(path, produce())
-        except BaseException as error:  # a later call raises this error
+        except BaseException as error:  # only log the error here, because a later call raises it
             logger.error("could not write checkpoint %s: %r", files.shown(path), error)
             _forget_variables(error)
             return error

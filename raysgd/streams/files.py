@@ -417,7 +417,7 @@ def _values(column: Any) -> Any:
     if not types.is_fixed_size_list(column.type) or not types.is_primitive(column.type.value_type):
         return column.to_pylist()
     if not column.null_count and not column.flatten().null_count:
-        values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # a writable copy
+        values = np.array(column.flatten().to_numpy(zero_copy_only=False))  # copied, so that users may change the rows
         return values.reshape(len(column), column.type.list_size)
     if len(column) == 1:
         return column.to_pylist()

@@ -1,4 +1,4 @@
-"""Streams from iterables, generator functions, and streaming datasets of Hugging Face's `datasets`."""
+"""Streams that read rows from iterables, generator functions, and streaming datasets of Hugging Face's `datasets`."""
 
 from __future__ import annotations
 

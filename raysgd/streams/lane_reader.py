@@ -366,7 +366,7 @@ class StreamPosition:
 
     @property
     def left_out(self) -> int:
-        """Number of rows that were skipped because of errors."""
+        """Number of rows of the pass so far that were skipped because of errors."""
         return sum(lane.left_out for lane in self.lanes or ())
 
 

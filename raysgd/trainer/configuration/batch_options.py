@@ -42,7 +42,7 @@ class BatchOptions:
             count = check_count(
                 "micro_batch_size", self.micro_batch_size, "It is what fits into the memory of one worker."
             )
-            object.__setattr__(self, "micro_batch_size", count)  # a Python integer, even if a NumPy integer was passed
+            object.__setattr__(self, "micro_batch_size", count)  # as a Python integer, even if it was a NumPy integer
             if not self.is_global:
                 raise ValueError(
                     f"`micro_batch_size={count}` splits only a constant global batch: pass "

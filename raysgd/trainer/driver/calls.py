@@ -272,7 +272,7 @@ class EpochCalls:
         sharing, facts = sharing or self.sharing, facts or self.controller.facts[0]
         starts_over = asked.starts_over or self._validation_starts_over
         request = replace(asked, seed=facts.seed, starts_over=starts_over)
-        requests: Requests = [(request,)] * len(worlds)  # one object, so that the engine pickles it once for all ranks
+        requests: Requests = [(request,)] * len(worlds)  # the same object for all ranks, so that it is pickled once
         # Rank 0 runs in the driver's thread, which cannot wait and call listeners. So rank 0 calls them between steps.
         if self._use_local and self.listeners.listeners:
             requests[0] = (replace(request, redraw=self.listeners.on_wait),)

@@ -66,7 +66,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The validated arguments of `fit` and `epochs`. The docstring of `fit` explains the fields.
+    """The arguments that the user has passed to `fit` or `epochs`. The docstring of `fit` explains each field.
+
+    The arguments are checked when an object is created.
 
     Raises:
         InvalidCountError: A count is out of range.
@@ -481,7 +483,7 @@ class FitRun:
                 logger.warning("could not take callbacks out of the workers: %r", error)
 
         with OnFailure(take_out):
-            if self._kept is None:  # otherwise the previous process has already installed them
+            if self._kept is None:  # otherwise, the process that started this run has already done it
                 use(chosen)
             yield
         use(())
@@ -599,7 +601,7 @@ class FitRun:
     def _pause(self) -> bool:
         """Validate and save, if due, while the workers wait between two steps. Return False if the run stops there."""
         begun, pauses = self._begun, self._pauses
-        if begun is None or pauses is None:  # before the first step
+        if begun is None or pauses is None:  # the epoch has not taken a step yet
             return True
         if begun.owes_validation:
             self._validate_inside(begun)
@@ -607,7 +609,7 @@ class FitRun:
             for each in pauses.callbacks:
                 self._calls.call(each, "_on_pause", self._run, begun.global_step)
             self._note_progress()
-        if begun.is_exhausted:  # all batches are done, so complete the epoch
+        if begun.is_exhausted:  # no batches are left: continue, so that the epoch is completed
             return not self._leaves()
         return not (self._run.is_stopping or self._leaves() or pauses.ends_at(begun.global_step))
 

@@ -22,7 +22,9 @@ from raysgd.exceptions import Preempted
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_SAME_S = 1.0  # `timeout` and Slurm signal a process and also its process group, so a signal may arrive twice
+# Seconds within which a second signal counts as the same one. `timeout` and Slurm send a signal to a process and also
+# to its process group, so that it may arrive twice.
+_SAME_S = 1.0
 _FIRST_SAVE_S = 60.0
 _DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 

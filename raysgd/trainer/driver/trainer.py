@@ -363,7 +363,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
                 `timings`, the seconds that the worker spent on each type of work (see `ledger`).
             reduce_results: Whether to merge the workers' metrics. False returns a list with one dict per worker.
             max_retries: How many times to retry this call after a failure.
-            info: Values to pass to the operator.
+            info: Values to pass to the operator's `train_epoch` and `train_batch`, by name.
             dataset: Data to train on in this call instead of the registered data: a loader or dataset of the framework,
                 arrays, a data frame, a Ray Data dataset, a function `(config, batch_size)` that returns a loader or
                 dataset, and others; see `docs/data.md`. Not with creator functions.
@@ -778,7 +778,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
         revision = self._settings.callbacks_revision + 1
         with self._controller.turns.take_turn():
             self._take_settings(replace(self._settings, worker_callbacks=chosen, callbacks_revision=revision))
-            if self._controller.group is not None:  # otherwise workers get the callbacks when they start
+            if self._controller.group is not None:  # if no workers run, they get the callbacks when they start
                 self._on_all(self._runner_cls.follow, self._replicas.settings, changes_state=True, leaves_as_new=True)
 
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -882,7 +882,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @abstractmethod
     def _load_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict` into all workers."""
+        """Load a state dict, as `state_dict` returns it, into all workers."""
 
     # ----------------------------------------------------------------------------------------- changes in live workers
 
@@ -1076,7 +1076,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
             yield
 
     def _renew(self) -> None:
-        """Replace the operators in all workers with new operators built from the current settings."""
+        """Replace the operators in all workers by new operators that are created from the current settings."""
         if self.backend == "horovod":  # Horovod can be initialized only once per process
             self._controller.restart()
         else:
@@ -1223,7 +1223,10 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Read-only copy of the config, with the actual global batch size for the current number of workers."""
+        """Read-only copy of the config.
+
+        Its `BATCH_SIZE` is the actual size of the global batch with the current number of workers.
+        """
         config = dict(self._settings.config)
         if BATCH_SIZE in config:
             options = self._settings.batch_options
@@ -1313,7 +1316,14 @@ def _send_by_value(operator_cls: type[Any]) -> None:
 
 
 def show_options(trainer: object, *settings: Any) -> None:
-    """Set every option as an attribute of the trainer, unless the trainer's class has an attribute of that name."""
+    """Set every option as an attribute of the trainer, so that users can read it.
+
+    An option is left out if the trainer's class has an attribute of the same name.
+
+    Args:
+        trainer: The trainer.
+        *settings: Dataclass objects whose fields are the options.
+    """
     for each in settings:
         names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
         vars(trainer).update({name: getattr(each, name) for name in names})

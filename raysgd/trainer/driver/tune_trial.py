@@ -250,7 +250,7 @@ def trainer_trainable(purpose: str) -> type[Any]:
                 self._trainer._follow_config()
 
         def cleanup(self) -> None:
-            """Shut down the workers."""
+            """Shut down the trainer and its workers at the end of the trial."""
             trainer, self._trainer = self._trainer, None
             if trainer is not None:
                 trainer.shutdown()

@@ -163,7 +163,7 @@ def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, A
     """
     parameters = _parameters(method)
     if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
-        del parameters[0]  # the batch
+        del parameters[0]  # the first parameter is the batch
     known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & _BATCH_ARGUMENTS
     first = parameters[0] if parameters else None
     takes_info_unnamed = first is not None and first.name not in known and first.kind in _POSITIONAL

@@ -305,13 +305,13 @@ class BaseOperator:
 
     @property
     def world_rank(self) -> int:
-        """Rank among all workers; 0 for a single worker."""
+        """Rank of this worker among all workers. 0 if there is a single worker."""
         rank: int = self._raysgd.world.rank
         return rank
 
     @property
     def local_rank(self) -> int:
-        """Rank among the workers on this node."""
+        """Rank of this worker among the workers on the same node."""
         rank: int = self._raysgd.world.local_rank
         return rank
 
@@ -387,11 +387,11 @@ def required(operator: BaseOperator, name: str) -> Any:
 
 @dataclass(frozen=True)
 class RegisteredParts:
-    """The objects passed to one argument of `register`, with the type of their container.
+    """The objects that the user has passed to one argument of `register`.
 
     Attributes:
         items: The objects.
-        container: `tuple`, `list`, or None if the user passed a single object.
+        container: Type of the container in which they were passed, `tuple` or `list`. None for a single object.
     """
 
     items: list[Any]

@@ -71,7 +71,7 @@ class ReplicaCalls:
 
     _hosted: HostedOperator
     _running: RunningCall | None = None
-    _run: EpochRun | None = None  # the current or last training call
+    _run: EpochRun | None = None  # record of the current or last training call
     # On a spare worker that validates: returns True if the validation must end early. None on all other workers.
     _has_left: Callable[[], bool] | None = None
 
@@ -85,7 +85,7 @@ class ReplicaCalls:
         self._forget_call()
         self._last_hold = 0, False  # number of the last proposal to stop, and whether all ranks have agreed to it
         self._name = uuid.uuid4().hex  # identifies this rank to other ranks, even in later groups
-        self._timers = TimerCollection()  # the operator's timers, enabled in calls with `profile`
+        self._timers = TimerCollection()  # the timers of the operator, which measure only in calls with `profile`
 
     def _forget_call(self) -> None:
         """Discard what is known about the last training call, for example after other training state was loaded."""
@@ -103,7 +103,8 @@ class ReplicaCalls:
                 or if this worker already has its shard.
         """
         hosted, loop = self._hosted, self._hosted.loop
-        raised, self._run = self._unfinished, None  # if this call fails before it starts, there is no call to resume
+        # If this call fails before it starts, `_run` stays None, so that there is no call to resume.
+        raised, self._run = self._unfinished, None
         if raised is not None and raised.stream is hosted.feed.train_stream is not None:
             # The user's code raised an error in the last call: train on that batch again.
             hosted.feed.go_to(hosted.feed.epoch, hosted.feed.position())
@@ -176,7 +177,13 @@ class ReplicaCalls:
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
     def _go_through(self, run: EpochRun, stream: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
-        """Run the operator's `train_epoch` over the remaining batches of the call."""
+        """Run the operator's `train_epoch` on the remaining batches of a training call.
+
+        Args:
+            run: Record of the training call.
+            stream: Stream from which the batches come.
+            request: The driver's request to train.
+        """
         hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
         internals = operator._raysgd
         callbacks = internals.callbacks
@@ -231,7 +238,7 @@ class ReplicaCalls:
             internals.meters_to_fill = stream.at_boundary = None
             internals.place = place_before
         if not batches.was_touched and feed.epoch == epoch_before:
-            feed.begin_pass()  # `train_epoch` ignored the batches and used other data
+            feed.begin_pass()  # count an epoch, because the user's `train_epoch` has used other data than the batches
         return self._finish(run, returned, request, place=feed.place_of_call(stream))
 
     def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
@@ -409,7 +416,7 @@ class ReplicaCalls:
         loop.break_off()
         self._copies.forget_call()
         if run is not None:
-            if loop.is_whole:  # otherwise this rank will receive another rank's state
+            if loop.is_whole:  # if not, this rank will receive the training state of another rank
                 loop.return_to_boundary()
             self._note_place(run)
             run.detach()

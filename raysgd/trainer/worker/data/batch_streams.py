@@ -64,7 +64,7 @@ class PlaceInStep(Protocol):
         """
 
     def end_stream(self) -> None:
-        """Called when the call has no more batches."""
+        """Called when the stream has yielded all batches of a training or validation call."""
 
 
 ItemT = TypeVar("ItemT")
@@ -264,7 +264,7 @@ class BatchStream(ABC, Generic[ItemT, PlaceT]):
         is_last = self._is_last_of_pass(self._pass, item)
         batch = self._begin_step(
             place, item, is_last or is_last_of_call
-        )  # if a rank is lost, this raises before the step counts as started
+        )  # if a rank was lost, this raises an error before the step counts as started
         self.num_steps_taken += is_first_of_step
         if is_last:
             self._pass = None  # the next call starts a new pass

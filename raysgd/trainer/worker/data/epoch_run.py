@@ -199,7 +199,7 @@ class EpochRun:
 
     @property
     def num_completed(self) -> int:
-        """Number of completed steps of the call."""
+        """Number of steps of the call that all ranks have completed."""
         stream = self._stream  # read only once, because another thread uses this property and `detach` may intervene
         here = stream.num_steps_completed - self._began_at if stream is not None else 0
         return self.num_steps_before + here
@@ -254,7 +254,7 @@ class EpochRun:
         )
 
     def count(self, measured: Iterable[MetricSummary | None]) -> None:
-        """Add metrics that other ranks measured in this call to this rank's meters."""
+        """Add metrics that other ranks have measured in this call to this rank's metrics."""
         for metrics in measured:
             if metrics is not None:
                 self.meters.go_on_from(metrics)

@@ -118,7 +118,11 @@ class DataFeed(ABC):
 
     @abstractmethod
     def ray_loader(self, name: str) -> RayLoader | None:
-        """Return the loader registered under "train" or "validation" if it reads Ray Data, otherwise None."""
+        """Return the registered loader of training or validation data if it reads Ray Data. Otherwise, return None.
+
+        Args:
+            name: "train" or "validation".
+        """
 
     def take_share(self, name: str, request: EpochRequest, share: CallData | None) -> None:
         """Store this worker's shard of data that the driver has divided, in place of an earlier shard.
@@ -172,10 +176,10 @@ class DataFeed(ABC):
 
     @contextmanager
     def validating(self, request: EpochRequest) -> Iterator[Any]:
-        """Yield the stream of batches for a call to `validate`.
+        """Inside the block, provide the stream of batches for a call to `validate`.
 
-        If a call with `num_steps` over registered data succeeds, the next call continues after its last batch. In all
-        other cases, the next call starts with the first batch, regardless of where the user's loop stopped.
+        If a call with `num_steps` on registered data succeeds, the next call continues after its last batch. In all
+        other cases, the next call starts with the first batch, wherever the user's loop has stopped.
         """
         if request.shard_key is not None:  # the user passed data to this call
             yield self._open_validation(request)
@@ -263,7 +267,7 @@ class DataFeed(ABC):
         return self.epoch - 1
 
     def pass_index(self, stream: Any) -> int:
-        """Return the index of the pass to which the next batch belongs."""
+        """Return the index of the pass over the data to which the next batch of this stream belongs."""
         if stream is not self.train_stream:
             return self.epoch - 1
         index: int = stream.pass_index if stream.is_mid_pass else self.epoch
@@ -284,7 +288,7 @@ class DataFeed(ABC):
         return {
             "pass_index": stream.pass_index,
             "consumed": consumed,
-            "is_mid_pass": is_mid_pass,  # True even before the first step of the pass is done
+            "is_mid_pass": is_mid_pass,  # True when the pass has started, even before its first step is completed
             **stream.source.state(consumed, is_mid_pass),
         }
 
@@ -308,7 +312,7 @@ class DataFeed(ABC):
         self.epoch, self._to_resume = epoch, position
 
     def close(self) -> None:
-        """Discard the streams and their iterators."""
+        """Discard the streams of batches and their iterators over data."""
         self.train_stream = None
         self._of_call = None, None
         self._left_to_validate = None
