@@ -339,7 +339,7 @@ class TorchConnection(Connection):
         self._cut()
         if self._aborting is not None:
             self._aborting.join(_ABORT_S)
-            # Raise an error. This process still answers heartbeats, so without the error other ranks would wait forever.
+            # Raise an error. This process still answers heartbeats, so the other ranks would otherwise wait forever.
             if self._aborting.is_alive():
                 raise ConnectFailed(f"NCCL did not end its connections within {_ABORT_S:g} s: this process is stuck")
             self._aborting = None
