@@ -454,7 +454,7 @@ class WorkerGroup:
         """Call a worker method on `ranks`, even while the ranks run other calls. Default: all ranks.
 
         Args:
-            method: Name of the method. The workers run it in a second thread.
+            method: Name of the method. The workers run it in another thread than their calls.
             *args: Arguments of the method.
             ranks: The ranks to call.
             timeout_s: How long to wait for the answers.
