@@ -147,7 +147,7 @@ class _TensorPart(NamedTuple):
 class _Parts:
     """Collects the tensors and arrays of a state without duplicates, and assigns positions in the buffer to them.
 
-    This object must not refer to the pickler. The reference cycle would keep the tensors alive until garbage collection.
+    This object must not refer to the pickler. That cycle would keep the tensors alive until garbage collection.
     """
 
     def __init__(self, lends: bool = False) -> None:
