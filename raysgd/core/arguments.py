@@ -252,7 +252,7 @@ def check_hook(hook: Any) -> None:
 
 
 def takes(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Return True if the function can be called with these arguments. Assume so if its signature is unknown."""
+    """Return True if the function can be called with these arguments, or if it has no signature that says so."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:
@@ -344,10 +344,10 @@ def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str], *
 
 
 def answer_mistakes(line: str, *, unnamed: str = "", shown: str = "") -> Callable[[MethodT], MethodT]:
-    """Decorate a method so that its error for unknown arguments tells the user the line of code to write.
+    """Return a decorator for methods. A call with unknown arguments then raises an error with advice on what to write.
 
     Args:
-        line: The line of code, as the end of a sentence.
+        line: The line of code to write if there is no better advice. It completes a sentence.
         unnamed: Warning to log once if the first argument is passed by position. `%(given)s` stands for its value.
         shown: Name of the method in error messages. Default: its actual name.
     """

@@ -88,7 +88,7 @@ def _package_of(module: str) -> str:
 def install_command(extra: str, *options: str, package: str = "") -> str:
     """Return the pip command that installs the packages of one of raysgd's extras.
 
-    With `package`, it installs only that.
+    With `package`, the command installs only that package.
 
     The command names the packages, so it works no matter how raysgd was installed. If raysgd is not installed, the
     command names the source folder.

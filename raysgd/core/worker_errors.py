@@ -118,7 +118,7 @@ def training_failed_error(
 def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
     """Return a message about the errors of one call.
 
-    It contains each distinct error once, with its line of code and ranks.
+    The message contains each distinct error once, with its line of code and ranks.
 
     Args:
         faults: The errors, by rank.

@@ -10,7 +10,7 @@ import numpy as np
 from raysgd.core.arrays import trees
 
 PREDICTION = "prediction"
-"""Name of a result of `predict_batch` that has no name, where a container needs one."""
+"""Name under which a container stores a result of `predict_batch` that has no name."""
 
 _BLOCK_BYTES = 2**20
 

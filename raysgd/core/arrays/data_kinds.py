@@ -87,7 +87,10 @@ class CallData:
 
 
 def kind_of(dataset: Any) -> Kind | None:
-    """Return the `CallData.kind` of a dataset that needs no framework to recognize. Return None for other datasets."""
+    """Return the `CallData.kind` of a dataset that is specific to neither PyTorch nor TensorFlow.
+
+    Return None for other datasets.
+    """
     if ray_batches(dataset) is not None:
         return "ray"
     if hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard"):
@@ -100,12 +103,12 @@ def kind_of(dataset: Any) -> Kind | None:
 
 
 def is_whole(kind: Kind | None) -> bool:
-    """Return True if every worker gets all data of this kind."""
+    """Return True for a kind of data that every worker gets as a whole, rather than a shard of it."""
     return kind in ("rows", "batches", "creator")
 
 
 def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
-    """Prepare a dataset for the workers. Return None for a dataset that only the framework's front end can prepare.
+    """Prepare a dataset for the workers. Return None for a dataset that only a trainer of its framework can prepare.
 
     Args:
         dataset: The `dataset` argument of the user's call.

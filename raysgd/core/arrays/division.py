@@ -1,4 +1,4 @@
-"""Arithmetic for splitting a global batch across workers, possibly unevenly. Works on counts, without any data.
+"""Splits a global batch across workers, possibly unevenly. The classes compute with counts and see no data.
 
 A global batch of any size can be split across any number of workers. Each worker gets consecutive samples, lower ranks
 first. If a worker's part is larger than a cap, the worker processes it in several batches and accumulates their

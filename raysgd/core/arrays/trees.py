@@ -86,6 +86,6 @@ def _check_alike(trees: Sequence[Any], kind_of: Callable[[Any], Any]) -> None:
 def own(leaf: Any) -> Any:
     """Return an array that the caller may modify.
 
-    Copy it if it is read-only, like the arrays from Ray's object store.
+    An array that is read-only, as arrays from Ray's object store are, is copied.
     """
     return leaf.copy() if isinstance(leaf, np.ndarray) and not leaf.flags.writeable else leaf

@@ -40,8 +40,8 @@ _KEPT = "__dynamo_disable"  # attribute in which PyTorch caches the result of `d
 def defer_compiler() -> None:
     """Register a stand-in for PyTorch's compiler, so that importing PyTorch does not import the real compiler.
 
-    Do nothing if the compiler is imported already, or if the user turned the stand-in off. Log at debug level which of
-    these happened.
+    Do nothing if the compiler is imported already, or if the user turned the stand-in off. Log at debug level whether
+    the stand-in was registered.
     """
     import torch
 
@@ -71,10 +71,11 @@ class _DeferredImport(MetaPathFinder, Loader):
         self.module: ModuleType | None = None
         self.stand_in = _StandIn(spec, self)
         self._disabled: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Real specs and loaders of submodules that are being imported, because Python temporarily replaces their specs
-        # with the result of `find_spec`.
+        # The real specs and loaders of submodules that are being imported. They are stored here, because Python
+        # replaces each module's spec with the result of `find_spec` during the import.
         self._parts: dict[str, tuple[ModuleSpec, Loader | None]] = {}
-        self._lock = threading.Lock()  # not held during the import, which takes Python's import locks
+        # Released during the import of the compiler, because the import takes Python's import locks.
+        self._lock = threading.Lock()
 
     def real(self) -> ModuleType:
         """Return the compiler's real module. Import it first if necessary."""

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from raysgd.core.connections.mesh.board import Board
 
-LATER_S = 1.0  # delay before old connections are cut; long enough for the first steps of the next group
+LATER_S = 1.0  # seconds before old connections are shut down; long enough for the first steps of the next group
 
 _HEAD = 256  # number of bytes to search in a value from gloo: the address comes first, and values may be long
 _FLOW = bytes(4)  # IPv6 flow information, between port and host in C's `sockaddr_in6`
@@ -140,7 +140,7 @@ _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
 @dataclass(frozen=True)
 class OpenSocket:
-    """An open connection.
+    """An open TCP connection of this process.
 
     Attributes:
         number: The socket's file descriptor.
@@ -160,7 +160,8 @@ class OpenSocket:
     def shut(self) -> None:
         """Shut down the socket in both directions. Do nothing if it is already closed."""
         with suppress(OSError):  # the socket may be closed already
-            duplicate = os.dup(self.number)  # use a duplicate, because another thread may close the original meanwhile
+            # Shut down a duplicate, because another thread may close the original meanwhile.
+            duplicate = os.dup(self.number)
             try:
                 if _identity(duplicate) == self.identity:
                     _shut(duplicate)

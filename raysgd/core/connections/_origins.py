@@ -1,4 +1,4 @@
-"""Determines from an exception's traceback whether a given library, such as Ray, raised it. Pure functions."""
+"""Determines from an exception's traceback whether a given library, such as Ray, raised the exception."""
 
 from __future__ import annotations
 

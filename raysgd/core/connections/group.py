@@ -88,7 +88,7 @@ class Group:
     def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
         """Return the sum of the rows of all ranks, in rank order and then row order.
 
-        It is bitwise identical on all ranks.
+        The sum is bitwise identical on all ranks.
 
         Args:
             rows: This rank's rows, as a two-dimensional array, possibly with no rows.

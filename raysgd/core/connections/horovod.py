@@ -1,6 +1,6 @@
 """Connects workers with Horovod over gloo, without `mpirun`.
 
-They find each other through a rendezvous server on rank 0.
+The workers find each other through a rendezvous server on rank 0.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class TorchConnection(Connection):
         transport: "gloo" or "nccl".
         timeout_s: How long a collective may wait for other ranks before it raises.
         form_timeout_s: How long ranks may take to form a group. `timeout_s` is the upper limit.
-        joins_alone: Whether to form a group even for a single rank, because other ranks may join later.
+        joins_alone: True to form a group even for a single rank, because other ranks may join later.
     """
 
     transport: str = "gloo"
@@ -252,7 +252,8 @@ class TorchConnection(Connection):
         group = dist.new_group(backend="gloo", timeout=timeout)
         self._beside.append(group)
         if self._gloo is not None:
-            if self.transport != "gloo":  # gloo wrote its addresses to the `TCPStore`, not to the board
+            # With NCCL, gloo wrote its addresses to the `TCPStore`, so also write them to the board.
+            if self.transport != "gloo":
                 self._tell_where_gloo_listens(opened_since(before)[1])
             self._gloo.look()
         if self._is_cut:  # another thread has interrupted the group in the meantime

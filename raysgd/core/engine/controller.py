@@ -308,7 +308,7 @@ class ElasticController(Lifecycle):
     def stand_by(self) -> None:
         """Start missing spare workers. If resources are free, also start missing workers of the group.
 
-        Wait for neither.
+        This method does not wait until the new workers are ready.
         """
         with self.turns.take_turn():
             self.start_spares()
@@ -461,7 +461,7 @@ class ElasticController(Lifecycle):
     def end_left_call(self) -> None:
         """End a call that the trainer's previous process left running.
 
-        First fetch state that exists only in the workers.
+        Before that, fetch training state that exists only in the workers.
         """
         with self._turn_to_copy():
             self.recovery.fetch_only_state()
@@ -641,14 +641,16 @@ class ElasticController(Lifecycle):
             function = call.resume if is_inside and call.resume is not None else call.function
             group = self.ensure_group()
             args = call.args_for(group.worlds)
-            kept: type[Exception] = UnpicklableError  # after this error, keep the group: no rank received the call
+            # After this error, keep the group, because no rank received the call.
+            kept: type[Exception] = UnpicklableError
             try:
                 report, values = self._attempt(group, call, function, args, number)
                 if values is not None:
                     return values
                 if self._is_left(report):
                     return self._left(group, report)
-                kept = WorkerError  # after this error, the group is in sync or was already killed
+                # After this error, there is nothing to kill: the group is in sync, or was already killed.
+                kept = WorkerError
                 held = None
                 if not report.ok and call.leaves is not None and call.leaves():
                     held = self.recovery.leave_with_survivors(report)

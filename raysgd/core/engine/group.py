@@ -762,7 +762,7 @@ class WorkerGroup:
 def _nothing() -> None:
     """Do nothing. A worker runs this function after its current call.
 
-    Its answer shows that the current call has ended.
+    The answer shows that the current call has ended.
     """
 
 

@@ -361,7 +361,7 @@ def _place(heartbeat: Heartbeat | None) -> str:
 def shown_together(alike: Mapping[str, Sequence[int]]) -> str:
     """Return a report of what the ranks are doing.
 
-    It shows the rarest activities, because most ranks just wait for others.
+    The report shows the rarest activities, because most ranks just wait for others.
 
     Args:
         alike: For each activity (a step and a stack, as text), the ranks that are doing it.

@@ -166,7 +166,7 @@ def session() -> Any:
 def _is_gone(address: str) -> bool:
     """Return True if the cluster's head node at this address refuses connections.
 
-    A head node that is just busy does not.
+    A head node that is just busy still accepts connections.
     """
     return isinstance(_connection_error(address, _SLICE_S), ConnectionRefusedError)
 
@@ -283,7 +283,7 @@ def drain_deadlines() -> dict[str, int]:
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
     """Return a table of resources for error messages.
 
-    It lists the requested resources, each node's resources, and the placement groups that hold resources.
+    The table lists the requested resources, each node's resources, and the placement groups that hold resources.
     """
     where = f" on nodes with the labels {dict(need.labels)}" if need.labels else ""
     lines = [f"  requested:  {num_workers} x {need.bundle()}{where}"]
@@ -308,9 +308,7 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
     """Return an error message if the workers cannot fit into the cluster, even if all nodes were idle.
 
-    Otherwise return None.
-
-    The message says what to request instead.
+    Otherwise return None. The message says what to request instead.
     """
     most = capacity(view, need, free_only=False)
     if most >= num_workers:
@@ -488,7 +486,7 @@ class Reservation:
     def nodes(self) -> list[str | None]:
         """Return the node ID of each bundle.
 
-        A bundle on a lost node has None, until Ray moves the bundle to another node.
+        For a bundle on a lost node, the ID is None until Ray moves the bundle to another node.
         """
         ray, alive = _ray(), living_nodes()
         if self._own is None:
@@ -681,7 +679,7 @@ class Slots:
     def ask_up_to(self, max_workers: int, num_workers: int) -> None:
         """Request slots for the workers that are still missing, without waiting.
 
-        An autoscaler may then start nodes for them.
+        An autoscaler may then start nodes for these workers.
 
         `take_granted` adds granted requests to the free slots.
 

@@ -72,7 +72,7 @@ class Platform:
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
         """Return the node and process ID of a worker that has not answered yet.
 
-        Return None if its process is not running yet.
+        Return None if the worker's process is not running yet.
 
         This method uses a private query of Ray. If that is missing, it returns None.
         """

@@ -274,7 +274,9 @@ class LostNodes:
 
 
 def emptied_nodes(lost: Collection[int], infos: Sequence[WorkerInfo]) -> dict[str, str]:
-    """Return the addresses of the lost ranks' nodes, by node ID. Return an empty dict if any of them has a live worker.
+    """Return the addresses of the lost ranks' nodes, by node ID.
+
+    Return an empty dict if any of these nodes has a live worker.
 
     Args:
         lost: Ranks whose workers were lost.

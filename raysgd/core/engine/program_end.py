@@ -1,6 +1,6 @@
 """Runs cleanup code when the user's program exits, before Ray's own exit hook.
 
-It also keeps Ray from starting again.
+This module also keeps Ray from starting again.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class GroupRepair:
         diagnosis = classify(report)
         told = {each.rank: each.value.value if each.ok else each.failure for each in report.outcomes}
         if divergence := call.divergence(told):
-            self._monitor.await_snapshot()  # get the previous call's snapshot while its worker can still send it
+            self._monitor.await_snapshot()  # wait for the previous call's snapshot while its worker can still send it
             raise UnevenStepsError(divergence) from diagnosis.faults[0].error
         if self._went_on_in is call and self._is_short_of_memory(diagnosis):
             return self._is_inside_after(self._wait_for_memory(report, diagnosis))
@@ -261,7 +261,7 @@ class GroupRepair:
     def _give_up(self, diagnosis: Diagnosis, report: GroupReport, budget: RetryBudget, cause: str) -> NoReturn:
         """Kill the worker group and raise `WorkersLostError`, because no retry is left.
 
-        First fetch state that only workers have.
+        Before that, fetch training state that exists only in the workers.
         """
         self.fetch_only_state(report)
         self._lifecycle.end_call(cause, "lost")
@@ -299,11 +299,11 @@ class GroupRepair:
             A message for the user if the group was killed, or an empty string.
         """
         group = self._lifecycle.running
-        if not report.all_answered:  # ADR 7 explains why these ranks cannot be kept
+        if not report.all_answered:  # some ranks are still inside the call; ADR 7 explains why the group cannot be kept
             parted = "others were inside the call"
         elif call.keeps_alike and not group.is_driver_only and not self._has_failed_alike(report):
             parted = "others were elsewhere"
-            self._monitor.await_snapshot()  # get the previous call's snapshot while its worker can still send it
+            self._monitor.await_snapshot()  # wait for the previous call's snapshot while its worker can still send it
         else:
             return ""
         self.fetch_only_state(report)
@@ -392,7 +392,7 @@ class GroupRepair:
     def _fetch_from(self, living: Collection[int]) -> list[Capture]:
         """Form a group of the ranks in `living` and copy their training state to the driver.
 
-        Forming a group syncs them.
+        Forming a group brings the ranks in sync.
 
         Returns:
             Each rank's part of the snapshot. An empty list if a rank was lost while its state was copied.
@@ -838,7 +838,7 @@ class GroupRepair:
         before = set(group.infos)
         if spec.renews:
             staying = self._settled(after, self._monitor.tell_stuck)
-        else:  # avoid nodes of silent ranks: killing an actor does not end a frozen process
+        else:  # avoid the nodes of silent ranks, because killing an actor does not end a frozen process
             staying = []
             unknown = [rank for rank in range(len(group)) if rank not in group.gone | group.silent]
             lifecycle.suspect(group.answering(unknown))
@@ -897,7 +897,7 @@ class GroupRepair:
                 has_started = lifecycle.try_start(decision, max(0, num_spares), _REBUILD_RESERVATION_S)
                 if has_started and self._restore_those_left():
                     return
-            except ReservationTimeoutError as error:  # another program took the resources, or the node was lost
+            except ReservationTimeoutError as error:  # another program took the free resources, or their node was lost
                 logger.warning("%s", str(error).partition("\n")[0])
                 continue
             if self._start_budget is not None:

@@ -66,7 +66,7 @@ class Snapshot:
 def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:
     """Return the own state that each rank of a new group restores.
 
-    None for ranks that did not exist in the old group.
+    The state is None for ranks that did not exist in the old group.
     """
     return [*rank_states[:num_ranks], *[None] * (num_ranks - len(rank_states))]
 
@@ -241,7 +241,7 @@ class Snapshots:
     def last_file_in_words(self) -> str:
         """A sentence about the last checkpoint file that was saved or loaded.
 
-        Errors contain it if no snapshot is left.
+        Errors contain this sentence if no snapshot is left.
         """
         if self.last_file is None:
             return "No file was saved or loaded."
@@ -285,7 +285,7 @@ class Snapshots:
     def is_current(self) -> bool:
         """True if the training state has not changed since the newest snapshot was taken.
 
-        It may still be in transit.
+        That snapshot may still be in transit.
         """
         return self.shares_current and not self._is_stale_for_ranks
 

@@ -283,7 +283,8 @@ class WorkerProcess:
     @_guarded
     def open_endpoint(self, host: str, rank: int) -> int:
         """Leave the current group, if any, and listen on a port for the ranks of the next group. Return the port."""
-        if self._replica is not None or self._world.size:  # a standby worker, or a worker whose `join` failed
+        # True even for a standby worker, which is in a group of its own, and for a worker whose `join` failed.
+        if self._replica is not None or self._world.size:
             self._connection.leave()
         return self._connection.open_endpoint(host, rank)
 

@@ -56,7 +56,7 @@ class CallRecord:
 
 
 class HistoryLimits(NamedTuple):
-    """How many rows, records and events a history had at some point."""
+    """The number of rows, records and events that a history had at some point."""
 
     rows: int = 0
     records: int = 0

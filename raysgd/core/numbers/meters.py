@@ -504,7 +504,7 @@ class AverageMeterCollection:
             else:
                 totals[name] = meter.total, float(meter.count)
                 values[name] = meter.mean
-                if f"last_{name}" not in self._meters:  # unless the user reports a metric with this name
+                if f"last_{name}" not in self._meters:  # the user may report a metric with this name
                     values[f"last_{name}"] = meter.last
         return MetricSummary(values, totals, objects)
 

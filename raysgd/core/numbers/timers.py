@@ -148,7 +148,7 @@ class TimerCollection:
     def record(self, key: str) -> AbstractContextManager[None]:
         """Return a context manager that measures a `with` block with the timer `key`.
 
-        It does nothing while timers are disabled.
+        The context manager does nothing while timers are disabled.
         """
         if not self._enabled:
             return _NOTHING

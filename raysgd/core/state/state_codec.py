@@ -239,7 +239,7 @@ def _skeleton(state: Any, parts: _Parts) -> bytes:
 def _skeleton_pickler() -> Any:
     """Return the class that pickles skeletons.
 
-    It is created on first use, so that Ray is imported as late as possible.
+    The class is created on first use, so that Ray is imported as late as possible.
     """
     from ray.cloudpickle import CloudPickler
 

@@ -153,13 +153,16 @@ def collect(from_level: int) -> None:
 def glance() -> tuple[WorkerLogLine, ...]:
     """Return new log lines of this worker, to be sent with a heartbeat. The next `drain` returns them again.
 
-    Return nothing in a process that is not a worker.
+    Return an empty tuple in a process that is not a worker.
     """
     return () if _notebook is None else _notebook.glance()
 
 
 def drain() -> tuple[WorkerLogLine, ...]:
-    """Return the log lines of this worker since the last `drain`. Return nothing in a process that is not a worker."""
+    """Return the log lines of this worker since the last `drain`.
+
+    Return an empty tuple in a process that is not a worker.
+    """
     return () if _notebook is None else _notebook.drain()
 
 
@@ -176,7 +179,9 @@ def _named(who: Sequence[str]) -> str:
 
 
 class Once:
-    """Tells the first call with a key from later calls, for example to log a warning only once. Thread-safe.
+    """Tells the first call with a key from later calls, for example to log a warning only once.
+
+    Several threads may use the same object.
 
     >>> once = Once()
     >>> once.is_first("weights"), once.is_first("weights"), once.is_first("accuracy")

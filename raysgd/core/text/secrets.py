@@ -1,4 +1,4 @@
-"""Finds and masks keys and passwords in output. Only this module lists their names, and only it masks them."""
+"""Finds and masks keys and passwords in output. No other module lists their names or masks them."""
 
 from __future__ import annotations
 

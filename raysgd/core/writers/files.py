@@ -324,7 +324,7 @@ def _writer_in(folder: Path) -> Any:
 
 
 def _write_scalars(writer: Any, scalars: Mapping[str, Any], step: int) -> None:
-    """Write all scalars of a row in one event. Each event wakes the thread that writes the file."""
+    """Write all scalars of a row in a single event, because each event wakes the thread that writes the file."""
     summary = require("tensorboardX.summary", extra="tensorboard", purpose="a file for TensorBoard")
     if scalars:
         first, *others = (summary.scalar(name, value) for name, value in scalars.items())

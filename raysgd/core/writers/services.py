@@ -20,9 +20,7 @@ from raysgd.core.writers.sink import Sink
 class ServiceRun(Sink):
     """Writes metrics to a run of a tracking service.
 
-    If such a run is active in this process, that run is used and stays open.
-
-    Otherwise, a new run is started.
+    If a run of the service is active in this process, that run is used and stays open. Otherwise, a new run is started.
 
     Args:
         package: The service's Python package.
@@ -49,7 +47,7 @@ class ServiceRun(Sink):
     def _service(self) -> Any:
         """The service's Python package.
 
-        It is imported on each use, because a sink that stores a module cannot be copied.
+        The package is imported on each use, because a sink that stores a module cannot be copied.
         """
         return require(self._package, self._extra)
 

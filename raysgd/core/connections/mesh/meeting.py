@@ -138,9 +138,8 @@ class Endpoint:
     ) -> list[Connections]:
         """Connect this rank to other ranks, then stop listening.
 
-        The other ranks must call this method at the same time.
-
-        This rank connects to lower ranks and accepts connections from higher ranks.
+        The other ranks must call this method at the same time. This rank connects to lower ranks and accepts
+        connections from higher ranks.
 
         Args:
             rendezvous: The ranks' addresses and the group's secret.

@@ -2,7 +2,8 @@
 
 Its only operation is a swap: a rank sends messages to some ranks and receives messages from some ranks at the same
 time. Every rank must make the same swaps in the same order. An error in a swap shuts down all of this rank's
-connections. Otherwise, other ranks would wait for this rank. `interrupt` does the same from any thread.
+connections, so that no other rank waits for this rank. `interrupt` shuts them down, too, and may be called from any
+thread.
 
 ADR 35 explains why gradients in host memory do not use gloo.
 """
@@ -42,7 +43,7 @@ class NotAligned(ValueError):
 class Mesh:
     """One rank's connections to all other ranks.
 
-    Through them, ranks send and receive messages at the same time (swaps).
+    In a swap, ranks send and receive messages through these connections at the same time.
 
     Attributes:
         timeout_s: How many seconds a swap may go without sending or receiving a byte before it raises.

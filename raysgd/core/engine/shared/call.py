@@ -70,7 +70,7 @@ class Call:
     def is_kept(self) -> bool:
         """True if a restart must not lose the call's effect.
 
-        It must then restore a later snapshot or repeat the call.
+        The restart must then restore a snapshot taken after the call, or repeat the call.
         """
         return self.changes_state and not self.leaves_as_new
 

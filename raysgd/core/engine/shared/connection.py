@@ -78,9 +78,8 @@ class Connection(ABC):
     def interrupt(self) -> None:  # noqa: B027 - most connections have nothing to interrupt
         """Abort `join` and all collectives of this rank. Afterwards, the group is unusable.
 
-        May be called from any thread.
-
-        Without this method, ranks that wait for a lost rank can only be restarted.
+        May be called from any thread. If a connection class lacks this method, ranks that wait for a lost rank can only
+        be restarted.
         """
 
     def give_up(self, error: BaseException) -> None:

@@ -21,7 +21,7 @@ _HEADS = ("Original Traceback (most recent call last):", "in user code:")
 """Lines that precede quoted stack frames in error messages of PyTorch's loader processes and TensorFlow's functions."""
 _MOST_CALLERS = 5
 _MOST_CAUSES = 3
-_LONGEST_CAUSE = 200  # characters
+_LONGEST_CAUSE = 200  # largest number of characters of a cause in a message
 _NO_DEBUGGER = (
     "a worker has no terminal, so a debugger cannot stop there. To debug an operator make the trainer with "
     "`use_local=True`: it then runs in your program. A training function can be called by itself. With the environment "

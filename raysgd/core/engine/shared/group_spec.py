@@ -56,8 +56,8 @@ class GroupSpec:
         use_local: True if rank 0 runs in the driver process.
         initialization_hook: Runs once in each worker process, before everything else.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
-        captures: True if workers copy their training state after calls that change it. Not needed if no worker can be
-            lost.
+        captures: True if workers copy their training state after calls that change this state. Not needed if no worker
+            can be lost.
         snapshot_every_s: How often workers copy their state. See `is_due` in `snapshots`.
         snapshots_inside: True if workers also copy their state during calls.
         regroups: True if replicas are `RegroupingReplica`s, so that survivors of a failure can continue in place: keep

@@ -1,7 +1,7 @@
 """The interface that the engine expects of a replica, and the functions through which it calls replicas.
 
-The functions are in this module because a worker imports the module of each function that it receives, and this module
-imports little.
+A worker imports the module of each function that it receives. These functions are therefore in this module, which
+imports no module of the driver.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Capture:
     """One rank's part of a snapshot.
 
     Attributes:
-        rank_state: This rank's own state, such as the state of its random generators. Small.
+        rank_state: This rank's own state, such as the state of its random generators. It is small.
         shared_state: State that all ranks share, such as model and optimizer. Set only by rank 0, and only if the state
             is small enough to be sent with the answer to the call.
-        progress: This rank's progress in the running call, for a mid-call snapshot. Small.
+        progress: This rank's progress in the running call, for a mid-call snapshot. It is small.
         token: Identifies the copy of the shared state that the worker stores until the driver fetches the copy. None if
             the worker stores no copy.
         is_part: True if the shared state is sharded. Each rank's token then identifies the rank's shard.
@@ -125,10 +125,7 @@ class RegroupingReplica(Replica, Protocol):
         """
 
     def last_hold(self) -> tuple[int, bool]:
-        """Return the number of the last proposal to stop.
-
-        Also return True if this rank was told that all ranks agreed to it.
-        """
+        """Return the number of the last proposal to stop, and True if this rank was told that all ranks agreed."""
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
         """Restore a snapshot that was taken inside a call, so that the call can resume there.
@@ -228,10 +225,7 @@ def settle_hold(replica: Any, number: int, is_agreed: bool) -> None:
 
 
 def last_hold(replica: Any) -> tuple[int, bool]:
-    """Return the number of the last proposal to stop.
-
-    Also return True if the rank was told that all ranks agreed to it.
-    """
+    """Return the number of the last proposal to stop, and True if the rank was told that all ranks agreed."""
     found: tuple[int, bool] = replica.last_hold() if hasattr(replica, "last_hold") else (0, False)
     return found
 

@@ -43,17 +43,17 @@ class Rendezvous:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Host of each rank."""
+        """Host address of each rank, by rank."""
         return tuple(host for host, _ in self.addresses)
 
     @property
     def address(self) -> str:
-        """Host of rank 0."""
+        """Host address of rank 0."""
         return self.addresses[0][0]
 
     @property
     def port(self) -> int:
-        """Port of rank 0."""
+        """Port at which rank 0 listens."""
         return self.addresses[0][1] & (1 << PORT_BITS) - 1
 
 
