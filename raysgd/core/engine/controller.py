@@ -198,7 +198,7 @@ class Turns:
     def interrupt_call(self, place: PlaceInLine) -> None:
         """Interrupt the running or queued call that holds the position `place`, as Ctrl-C would.
 
-        Call this from another thread than the one that runs the call.
+        Call this from a thread other than the one that runs the call.
         """
         with self._line_moves:
             place.is_interrupted = True
@@ -210,7 +210,7 @@ class Turns:
     def interrupt_running(self) -> None:
         """Interrupt the running call, if any, as Ctrl-C would.
 
-        Call this from another thread than the one that runs the call.
+        Call this from a thread other than the one that runs the call.
         """
         with self._ends:
             if self._owner is not None:

@@ -454,7 +454,7 @@ class WorkerGroup:
         """Call a worker method on `ranks`, even while the ranks run other calls. Default: all ranks.
 
         Args:
-            method: Name of the method. The workers run it in another thread than their calls.
+            method: Name of the method. The workers run it in a thread other than the one that runs calls.
             *args: Arguments of the method.
             ranks: The ranks to call.
             timeout_s: How long to wait for the answers.
@@ -709,7 +709,7 @@ class WorkerGroup:
     def kill_workers(self) -> None:
         """Kill the workers, so that a thread that is starting the group or waiting for a call returns.
 
-        Call this from another thread than that thread.
+        Call this from a different thread.
         """
         self._is_cancelled = True
         self.standby.cancel()

@@ -44,7 +44,7 @@ RELEASE_S = 60.0  # longest wait until Ray has released a reservation
 _REPLACEMENTS = START_ATTEMPTS - 1
 SETTLE_S = 1.0  # Ray's view of free resources lags by a few hundred milliseconds
 _RETURN_S = 10.0  # on a busy machine, it takes seconds until a removed placement group has freed its resources
-_IN_THE_WAY_S = 5.0  # timeout if other trainers of this program hold the resources, because they rarely release them
+_IN_THE_WAY_S = 5.0  # shorter timeout if this program's other trainers hold the resources, which they rarely release
 # Timeout for reserving free resources: Ray grants them at once unless another program took them.
 _GROWTH_RESERVATION_S = 1.0
 _SUSPICION_S = 60.0
@@ -573,7 +573,7 @@ class Lifecycle(ABC):
     def kill_workers(self) -> None:
         """Kill the workers, so that the running call returns.
 
-        Call this from another thread than the one that runs the call.
+        Call this from a thread other than the one that runs the call.
         """
         for group in (self._starting, self.group):
             if group is not None:

@@ -91,7 +91,7 @@ class NextGroup:
 
     @property
     def source(self) -> int:
-        """Index in `staying` of the rank whose state the other ranks copy.
+        """Index in `staying` of the survivor whose training state the other ranks copy.
 
         Raises:
             CannotForm: No survivor's state can be continued.
@@ -364,8 +364,8 @@ class GroupRepair:
 
         Returns:
             Each survivor's part of a snapshot that was taken inside the call. An empty list if the survivors formed a
-            group but their state is not from inside the call; the group can then run the call. None if they could not
-            form a group, or if user code raised an exception.
+            group, but their state is not from inside the call: the group must then run the call. None if the survivors
+            could not form a group, or if user code raised an exception.
         """
         if not self._spec.regroups or classify(report).kind == "user":
             return None

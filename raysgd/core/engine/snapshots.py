@@ -503,9 +503,10 @@ class Snapshots:
         return self.is_current or (self.landed is not None and is_whole)
 
     def take_from(self, group: WorkerGroup, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Create a snapshot from the ranks' captures, and fetch the state that is not in the captures from the workers.
+        """Create a snapshot from the ranks' captures. Fetch the rest of the training state from the workers.
 
-        This is the shared state, which rank 0 stores. If the state is sharded, it is one shard from each rank.
+        The rest is the state that all ranks share, which rank 0 stores. If this state is sharded, each rank stores one
+        shard.
 
         Args:
             group: The group that took the captures.

@@ -358,7 +358,7 @@ class StandbyWorkers:
         return [*self._ready, *(loan.standby_worker for loan in self._loans)]
 
     def cancel(self) -> None:
-        """Abort all waits for standby workers. Call this from another thread than the one that waits."""
+        """Abort all waits for standby workers. Call this from a thread other than the one that waits."""
         self._is_cancelled = True
 
     def kill_on(self, node_ids: frozenset[str]) -> None:

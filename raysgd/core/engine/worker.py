@@ -406,7 +406,7 @@ class WorkerProcess:
 
         Return None if no call had a number.
 
-        Only a detached trainer numbers its calls. This method runs in another thread than the calls.
+        Only a detached trainer numbers its calls. This method runs in a thread other than the one that runs calls.
         """
         return self._number
 
@@ -450,14 +450,14 @@ class WorkerProcess:
     def interrupt(self) -> None:
         """Interrupt the collectives in which this rank waits for other ranks.
 
-        This method runs in another thread than the calls.
+        This method runs in a thread other than the one that runs calls.
         """
         self._connection.interrupt()
 
     def stack(self) -> str:
         """Return the current stack of the thread that runs calls, without the engine's frames.
 
-        This method runs in another thread than the calls.
+        This method runs in a thread other than the one that runs calls.
         """
         frame = sys._current_frames().get(self._busy_thread or 0)
         if frame is None:

@@ -177,7 +177,7 @@ class NumberMeter:
     def read(self, value: Any, weight: Any) -> tuple[Any, Any]:
         """Check a value that a batch reported. Return the value and its weight as arguments for `add`.
 
-        A tensor on the CPU becomes a number. A tensor on another device is copied there, to be read later.
+        A tensor on the CPU becomes a number. A tensor on another device is copied on that device and read later.
 
         Raises:
             TypeError: The value has a type that cannot be averaged.

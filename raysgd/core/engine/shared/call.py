@@ -104,7 +104,7 @@ class CallHandle(ABC, Generic[T]):
 
 
 def run_into(future: Future[T], work: Callable[[], T]) -> None:
-    """Run `work` and store its result or exception in `future`. This function is the target of threads."""
+    """Run `work` and store its result or exception in `future`. Threads use this function as their target."""
     try:
         result = work()
     except BaseException as error:  # even KeyboardInterrupt, which the caller of `future.result` should get
