@@ -233,9 +233,9 @@ def _shut(number: int) -> None:
 def _ends(number: int) -> Ends | tuple[str] | tuple[()]:
     """Return the addresses of a TCP socket, as a tuple.
 
-    This is the local and remote address of a connection, the address of a listening socket, or an empty tuple for any
-    other socket. The addresses come from C functions, because most of these sockets belong to other code: if
-    `socket.setdefaulttimeout` was called, wrapping such a socket in a Python object would make it non-blocking.
+    The tuple contains the local and remote address of a connection, or the address of a listening socket. For any other
+    socket, the tuple is empty. The addresses come from C functions, because most of these sockets belong to other code:
+    if `socket.setdefaulttimeout` was called, wrapping such a socket in a Python object would make it non-blocking.
     """
     c = _c()
     own = _address(c.getsockname, number)

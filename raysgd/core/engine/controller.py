@@ -783,7 +783,7 @@ class ElasticController(Lifecycle):
     def _adapt(self, call: Call) -> None:
         """Before a call, move workers off nodes that are being removed, and add workers if resources are free.
 
-        This uses no retry. If the group was adopted from the trainer's previous process, its ranks may already be
+        The change uses no retry. If the group was adopted from the trainer's previous process, its ranks may already be
         running the call. Such a group can change only between two steps, so this method then does nothing.
         """
         kept_by = keeper()

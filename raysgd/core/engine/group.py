@@ -196,7 +196,7 @@ class WorkerGroup:
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
         """Wait until Ray has started all worker actors.
 
-        They may have to wait for resources in an existing placement group.
+        The actors may have to wait for resources in an existing placement group.
 
         Raises:
             ReservationTimeoutError: Some actors were not started in time.
@@ -769,8 +769,8 @@ def _nothing() -> None:
 class GroupHooks:
     """Callbacks through which a front end, such as `TorchTrainer`, learns that a worker group starts, changes or ends.
 
-    They run in the driver. A hook may use the group that it receives. It must not call the controller, because the
-    controller is waiting for the hook. By default, hooks do nothing.
+    These callbacks (hooks) run in the driver. A hook may use the group that it receives. It must not call the
+    controller, because the controller is waiting for the hook. By default, hooks do nothing.
     """
 
     def on_start(self, group: WorkerGroup) -> GroupReport | None:

@@ -19,9 +19,9 @@ _LONGEST_GAP_S = 1.0
 class OwnTime:
     """A clock that counts seconds since its creation, without the time in which this process was stalled.
 
-    It measures how long other processes take to answer. If this process is suspended (SIGSTOP) or its machine stalls,
-    the other processes may have stalled, too, so that time must not count against them. Call `look` often: a long gap
-    between two calls to `look` counts as a stall.
+    This clock measures how long other processes take to answer. If this process is suspended (SIGSTOP) or its machine
+    stalls, the other processes may have stalled, too, so that time must not count against them. Call `look` often: a
+    long gap between two calls to `look` counts as a stall.
 
     Args:
         now: Clock, in seconds.

@@ -308,7 +308,7 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
 def impossibility(need: Resources, num_workers: int, view: ClusterView, words: FrontEndWords = NO_WORDS) -> str | None:
     """Return an error message if the workers cannot fit into the cluster, even if all nodes were idle.
 
-    Otherwise return None. The message says what to request instead.
+    The message says what to request instead. If the workers can fit, return None.
     """
     most = capacity(view, need, free_only=False)
     if most >= num_workers:

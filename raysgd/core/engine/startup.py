@@ -129,8 +129,9 @@ class Loan:
 class StartupCheck:
     """Kills workers that freeze while they start or stand by, so that no caller waits for them forever.
 
-    It polls the workers, even while they are busy, and kills workers that do not answer. A worker that has never
-    answered may not have a process yet. Its silence therefore counts only from the time when Ray reports its process.
+    This class polls the workers, even while they are busy, and kills workers that do not answer. A worker that has
+    never answered may not have a process yet. Its silence therefore counts only from the time when Ray reports its
+    process.
 
     Args:
         platform: Used to read the workers' answers and to find and kill their processes.

@@ -39,7 +39,7 @@ class WorkerStatus:
     def own_s(self) -> float | None:
         """Seconds of the current or last training call in which the worker did not wait for other workers.
 
-        None if this time was not measured or the worker did not answer.
+        The value is None if this time was not measured or the worker did not answer.
         """
         return self.heartbeat.own_s if self.heartbeat is not None else None
 

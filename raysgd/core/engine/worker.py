@@ -565,8 +565,8 @@ class LocalCall:
 class LocalWorker:
     """The driver's handle to the worker in the driver process (`use_local=True`).
 
-    It has the same methods as `RemoteWorker`, but a call runs only when the driver gathers the results. It then runs in
-    the driver's thread, so that a debugger can stop in it.
+    This handle has the same methods as `RemoteWorker`, but a call runs only when the driver gathers the results. It
+    then runs in the driver's thread, so that a debugger can stop in it.
     """
 
     is_local = True

@@ -312,7 +312,7 @@ class Board:
     def interrupt(self) -> None:
         """Shut down this rank's connections. May be called from any thread.
 
-        This aborts this rank's waits for values, and other ranks' waits for values from this rank.
+        The shutdown aborts this rank's waits for values, and other ranks' waits for values from this rank.
         """
         if not self._is_cut:
             self._cut()

@@ -134,7 +134,7 @@ class Mesh:
     def interrupt(self) -> None:
         """Shut down this rank's connections. May be called from any thread.
 
-        This aborts this rank's swaps, and other ranks' swaps with this rank.
+        The shutdown aborts this rank's swaps, and other ranks' swaps with this rank.
         """
         if self._is_broken:
             return

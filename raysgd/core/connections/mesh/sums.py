@@ -143,8 +143,8 @@ class RankSums:
     def _whole(self, ranks: Sequence[int], flat: Array, kind: int, rows: Mapping[int, Array] = _NO_ROWS) -> None:
         """Send the whole array from every rank to every other, then sum locally.
 
-        This needs only one round of messages, and latency dominates the cost of small arrays. With `rows`, each rank
-        also sends its own row, and receives the other ranks' rows into `rows`.
+        This algorithm needs only one round of messages. For small arrays, the number of rounds determines the time.
+        With `rows`, each rank also sends its own row, and receives the other ranks' rows into `rows`.
         """
         others = self._without_self(ranks)
         received = self._room(others, flat.dtype, len(flat))
@@ -194,7 +194,7 @@ class RankSums:
     def _by_tree(self, ranks: Sequence[int], flat: Array, kind: int) -> None:
         """Sum an array up a tree of ranks to the first rank, then broadcast the sum down the tree.
 
-        This takes few messages per rank.
+        This algorithm takes few messages per rank.
         """
         above, below = tree(ranks, self._rank)
         if below:

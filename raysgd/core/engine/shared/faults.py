@@ -1,6 +1,6 @@
 """Turns an exception of user code into a `WorkerFault`, a description that can be pickled and sent to the driver.
 
-This happens in the process that raised the exception.
+The process that raised the exception uses this module.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _picklable(error: BaseException) -> BaseException | None:
 def _is_plain(error: BaseException) -> bool:
     """Return True if the exception can certainly be pickled.
 
-    For most connection errors, this saves pickling them as a test.
+    For most connection errors, this check saves pickling them as a trial.
     """
     is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
     return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)

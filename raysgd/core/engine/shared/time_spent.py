@@ -121,7 +121,7 @@ class TimeLedger:
     def goodput(self) -> float | None:
         """Fraction of the time in training calls that was neither lost to failures nor spent on preparing for failures.
 
-        None before the first training call.
+        The value is None before the first training call.
         """
         return goodput_of(self.total())
 
