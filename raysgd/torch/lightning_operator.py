@@ -45,12 +45,13 @@ from raysgd.torch.training_operator import TrainingOperator
 from raysgd.trainer.messages.epochs import VALIDATES
 from raysgd.utils import NUM_SAMPLES
 
-if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # the project has two names
+# Lightning can be installed under either name.
+if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):
     require("lightning", extra="lightning", purpose="`LightningOperator`")
 
 logger = logging.getLogger(__name__)
 
-SCHEDULER_STEP_PTL = "ptl"  # `scheduler_step_freq` if `configure_optimizers` defines when schedulers step
+SCHEDULER_STEP_PTL = "ptl"  # value of `scheduler_step_freq` if `configure_optimizers` defines when schedulers step
 
 
 def make_operator(
@@ -224,7 +225,7 @@ class LightningOperator(TrainingOperator):
         else:
             _, output = self._training_step(batch, batch_idx)
         leg = self._raysgd.parallel.leg
-        leg.skip()  # in case the module ran no backward pass
+        leg.skip()  # has an effect only if the module ran no backward pass
         if self._scheduler_dicts:
             num_samples = 0 if leg.batch.is_padding else self._raysgd.num_samples(batch)
             numbers = numbers_in(output, self._values.loss_name)

@@ -60,8 +60,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
     Args: What is trained
         training_operator_cls: The operator class, not an instance.
         config: Dict passed to the operator. The key `BATCH_SIZE` may hold the total batch size of all workers.
-        seed: Nonnegative integer seed for initial weights, data order and random numbers. Each worker's global random
-            generators get the same seed before `setup`, and a different seed per worker after it.
+        seed: Nonnegative integer seed for initial weights, data order and random numbers. Before `setup`, the global
+            random number generators of all workers get the same seed. After `setup`, each worker gets a different seed.
         add_dist_sampler: True to shard registered loaders of map-style datasets over the workers.
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
             never.
@@ -128,7 +128,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         ValueError, TypeError: An argument is invalid; nothing was started.
         ImportError: `backend` or `use_fp16` needs a package that is not installed; nothing was started.
         DeprecationWarning: An argument of an older version was passed.
-        ReservationTimeoutError: The cluster did not grant the resources. A `TimeoutError`.
+        ReservationTimeoutError: Ray did not reserve the workers' resources in time. This error is a `TimeoutError`.
         WorkerError: The operator's `setup` raised an exception. The error is also an instance of that exception's
             class.
 
@@ -335,8 +335,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
 
     def _after_evaluation(self) -> None:
-        # Evaluation may have changed the states of the workers' random number generators. `save` writes these states,
-        # so the newest snapshot does not have the current ones.
+        # Evaluation may have changed the states of the workers' random number generators. `save` must write the new
+        # states, which the newest snapshot lacks.
         self._controller.snapshots.touch_ranks()
 
     @property
@@ -377,10 +377,10 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
         Args:
             checkpoint: A path, or the URI of a file in cloud storage, such as `s3://bucket/last.pt`.
-            blocking: False to return at once. The state is copied before the next call can change it, then sent and
-                written in the background. If that fails, the next `save` or `shutdown` raises. If rank 0 is lost before
-                it has sent the state, the file is not written: a message is logged, and `shutdown` raises unless a
-                later `save` has succeeded.
+            blocking: False to return at once. The state is copied before the next call can change it, then sent to the
+                driver and written in the background. If sending or writing fails, the next `save` or `shutdown` raises.
+                If the worker with rank 0 is lost before it has sent the state, the file is not written: a message is
+                logged, and `shutdown` raises unless a later `save` has succeeded.
             weights_only: False to allow arbitrary objects in the operator's own state. Load such a file with
                 `load(..., weights_only=False)`.
             format: "torch" for the whole state, "safetensors" for the model weights only.
@@ -396,7 +396,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             ImportError: safetensors is not installed.
             ValueError: The dict that the operator's `state_dict` returned contains an object that `load` would reject
                 (the message names its key), or the URI does not name a file.
-            OSError: The file could not be written. For a URI, a `StorageError`. The training state is unaffected.
+            OSError: The file could not be written. For a URI, the error is a `StorageError`. The training state is
+                unaffected.
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole, frozen=frozen)
@@ -443,9 +444,10 @@ class TorchTrainer(ClassTrainer[OperatorT]):
 
         Raises:
             FileNotFoundError: The file does not exist.
-            StorageError: Cloud storage could not be reached. An `OSError`.
+            StorageError: Cloud storage could not be reached. This error is an `OSError`.
             CheckpointCorruptedError: The file is truncated or was modified.
-            ValueError, KeyError: The file does not match the operator. The workers are unchanged.
+            ValueError, KeyError: The file does not match the objects that the operator registered. The workers are
+                unchanged.
         """
         files.check_location("checkpoint", checkpoint)
         checks.refuse_text(weights_only=weights_only)
@@ -514,7 +516,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             kwargs: Arguments of the trainer.
 
         Raises:
-            MissingTuneError: Ray Tune is not installed. An `ImportError` and a `RuntimeError`.
+            MissingTuneError: Ray Tune is not installed. This error is both an `ImportError` and a `RuntimeError`.
             ValueError: `override_tune_step` does not take two arguments.
         """
         from raysgd.torch.torch_trainable import make_trainable

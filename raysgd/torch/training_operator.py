@@ -234,7 +234,8 @@ class TrainingOperator(BaseOperator):
         The criterion computes the loss. Without a criterion, the model's output must contain a `loss`.
 
         An override may return only the loss. If the loss is a mean over other units, such as tokens or boxes, return
-        the number of units as a third value. A final dict of metrics is reported as if by `self.log`.
+        the number of units as a third value. An override may also return a dict of metrics as the last value. These are
+        reported like metrics that are passed to `self.log`.
         """
         model = required(self, "model")
         is_unnamed = len(features) != 1 or isinstance(features[0], torch.Tensor)
@@ -473,20 +474,20 @@ class TrainingOperator(BaseOperator):
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[torch.nn.Module]:
-        """Wrap the models for distributed training. Override this to wrap them differently."""
+        """Wrap the models for distributed training. Override this method to wrap them differently."""
         return [self._raysgd.parallel.wrap(model, device_ids, ddp_args) for model in models]
 
     def _configure_apex_amp(
         self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Initialize Apex. Override this to initialize it differently."""
+        """Initialize Apex. Override this method to initialize Apex differently."""
         models, optimizers = amp.initialize(models, optimizers, **apex_args)
         return models, optimizers
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context manager for computing the forward pass and loss in the trainer's precision. No-op in fp32.
 
-        The default methods run `forward` in it. Use it in your own `train_batch` or `validate_batch`:
+        The default methods run `forward` in this context manager. In your own `train_batch` or `validate_batch`, write
         `with self.autocast(): loss = ...`.
         """
         return self._raysgd.precision.forward()

@@ -81,7 +81,7 @@ _IF_TRUSTED = (
     "If you trust the source of the file, pass `weights_only=False`, as in `load(path, weights_only=False)`; never do "
     "so for other files."
 )
-_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # names the rejected class in PyTorch's error message
+_UNKNOWN_GLOBAL = re.compile(r"GLOBAL (\S+)")  # finds the name of the rejected class in PyTorch's error message
 _allowing_former = threading.Lock()
 
 
@@ -165,7 +165,7 @@ def mapped(
             if seal_of(checksum.hexdigest()) != seal:
                 raise corrupted(name, "its checksum does not match its content")
         maps = maps and seal is not None and _can_be_mapped(file)
-        by_descriptor = f"/dev/fd/{file.fileno()}"  # refers to the open file, even if the path is replaced
+        by_descriptor = f"/dev/fd/{file.fileno()}"  # refers to the open file, even if another replaces it at `path`
         place = by_descriptor if os.path.exists(by_descriptor) else path
         if weights_only:
             with refusals_of(name, _IF_TRUSTED):
@@ -201,7 +201,7 @@ def _load_trusted(source: str, maps: bool, name: str, is_sealed: bool) -> Any:
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=False, mmap=maps)
-    except Exception as error:  # damaged bytes and user code may raise anything
+    except Exception as error:  # damaged files and classes of user code may raise any exception
         if is_sealed or isinstance(error, OSError | AttributeError | ImportError | MemoryError):
             raise
         raise corrupted(name, f"torch cannot read it ({in_short(error)})") from error

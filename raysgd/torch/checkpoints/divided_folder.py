@@ -168,9 +168,10 @@ def _take_name(folder: Path, target: Path) -> None:
     if target.is_dir():
         target.rename(folder.with_name(f"{folder.name}{_FORMER}"))
     elif target.exists():
-        target.unlink()  # the earlier checkpoint is a file, which renaming a folder cannot replace
+        target.unlink()  # a folder cannot be renamed to the path of an existing file, here of an earlier checkpoint
     folder.rename(target)
-    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"  # also matches leftovers of killed saves
+    # The pattern also matches folders that a killed process has left.
+    formers = f".raysgd-{glob.escape(target.name)}-????????.tmp{_FORMER}"
     for former in target.parent.glob(formers):
         shutil.rmtree(former, ignore_errors=True)
     flush_to_disk(target.parent)
@@ -253,7 +254,7 @@ class DividedFolder(DividedState):
             self._check_part(rank, found)
         except (OSError, MemoryError):
             raise
-        except Exception as error:  # damaged bytes may raise anything
+        except Exception as error:  # reading a damaged file may raise any exception
             raise self.corrupted(f"`{part_name(rank)}` cannot be read ({str(error)[:100]})") from error
         return found
 
@@ -354,7 +355,7 @@ def read(place: StateInFolder, make_room: MakeRoom, group: Any) -> Mapping[str, 
 
 
 def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> None:
-    """Call `read`. If it raises on any rank, raise on all ranks. Otherwise, the other ranks would wait for the rank.
+    """Call `read`. If it raises on any rank, raise on all ranks. Otherwise, other ranks would wait for that rank.
 
     Args:
         folder: The checkpoint folder, for errors.

@@ -65,7 +65,7 @@ def _without(value: Any, path: Path_, tensors: dict[Path_, torch.Tensor]) -> Any
 
 
 def joined(rest: Mapping[str, Any], paths: Iterable[Path_], tensor_of: Callable[[Path_], Any]) -> dict[str, Any]:
-    """Insert tensors into the remaining state that `split` returned. Return the complete state.
+    """Insert tensors into a state from which `split` has removed them. Return the complete state.
 
     Args:
         rest: State without the tensors.

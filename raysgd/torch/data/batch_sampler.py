@@ -41,8 +41,8 @@ class Share(NamedTuple):
         start: Position of the batch's first sample in the order of the pass.
         stop: Position after the batch's last sample.
         num_samples: Number of samples that count: `stop - start`, or 0 for padding, whose samples do not count.
-        weight: Factor for the rank's gradient before the unweighted mean over the ranks. It is 1.0 exactly when all
-            ranks have the same number of samples. The ranks' weights always average to 1.
+        weight: Factor by which the rank's gradient is multiplied before the unweighted mean over the ranks is taken. It
+            is exactly 1.0 if all ranks have the same number of samples. The ranks' weights always average to 1.
         num_global: Number of samples that all ranks together get in the step.
         is_first: True if this is the rank's first batch of the step.
         is_last: True if this is the rank's last batch of the step.

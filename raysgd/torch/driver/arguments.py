@@ -201,7 +201,7 @@ def outlives_its_process(options: Mapping[str, Any]) -> bool:
 
 
 def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
-    """Check the batch size in the config. Warn if the trainer will change it because it is not divisible by workers."""
+    """Check the batch size in the config. If it is not divisible by `num_workers`, warn that the trainer changes it."""
     config = settings.config
     if BATCH_SIZE not in config:
         return

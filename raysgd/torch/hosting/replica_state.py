@@ -48,7 +48,7 @@ def _at(state: Any, path: Path_) -> Any:
 CRITERION = "criterion"  # key for the state of a criterion with parameters; files of the old library lack the key
 REMADE = "remade"  # key for digests of frozen parameters that the state omits; see `raysgd.torch.objects.remade`
 # Keys in `RESUME`, the state's entry about progress within an epoch. Only snapshots contain these keys; files do not.
-TRAINED = "trained"  # which parameters are trainable, if `rewrap` has recorded a change since `setup`
+TRAINED = "trained"  # frozen parameters and optimizers' parameter groups, if they have changed since `setup`
 GRADIENTS = "gradients"  # accumulated gradients with which no optimizer has stepped yet
 
 

@@ -89,15 +89,17 @@ class StepLoop(Loop):
         self._works: dict[int, str] = {}  # names for the optimizers' steps in `GlobalRecord`, by the optimizer's ID
         self._log = _SinceBoundary(0)
         self._not_stepped: list[Any] = []  # optimizers that did not step in the last completed step
-        self._keeps_gradients = needs_copies(operator) is not False  # True if gradients may persist across steps
+        self._keeps_gradients = needs_copies(operator) is not False  # True if a later step may use a batch's gradients
         self._watches = undo is not None or self._keeps_gradients
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")
         # True if there are gradients that were not averaged over the ranks and with which no optimizer has stepped.
         self._has_own_gradients = False
-        self._has_exchanged = self._has_taken_steps = False  # True once this call has averaged gradients / has stepped
+        # Whether this call has averaged gradients over the ranks, and whether it has stepped optimizers.
+        self._has_exchanged = self._has_taken_steps = False
         for number, optimizer in enumerate(filter(tells_of_steps, self._optimizers), start=1):
             self._works[id(optimizer)] = f"optimizer {number} stepped"
-            optimizer.register_step_pre_hook(self._note_step)  # runs after the user's hooks, which may raise
+            # PyTorch calls this hook after the user's hooks. If one of them raises, the optimizer does not step.
+            optimizer.register_step_pre_hook(self._note_step)
 
     @property
     def place(self) -> Leg:
@@ -202,7 +204,8 @@ class StepLoop(Loop):
         if leg is None:
             return None
         own_s, began_at = leg.own_s, leg.began_at if leg is self._parallel.leg else 0.0
-        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None  # grows while user code hangs
+        # While user code hangs in a batch, this number keeps growing.
+        return own_s + (time.perf_counter() - began_at if began_at else 0.0) or None
 
     def plain(self, value: Any) -> Any:
         """Convert a tensor without dimensions to a number, and move any other tensor to the CPU."""

@@ -103,7 +103,7 @@ class LightningHooks:
         return self.has(name) and parameter in inspect.signature(getattr(self._module, name)).parameters
 
     def call(self, name: str, *arguments: Any, **by_name: Any) -> Any:
-        """Call a method, if it exists, with as many arguments as it accepts.
+        """Call a method of the module, if it exists, with as many arguments as it accepts.
 
         Args:
             name: Name of the method.
@@ -150,7 +150,7 @@ class TrainerStandIn(SimpleNamespace):
             world: Rank of the worker, and the number of ranks.
             device: Device of the worker's models.
             precision_plugin: Lightning's precision plugin. The module uses it to clip gradients.
-            backward: Computes gradients. The module's `manual_backward` calls it.
+            backward: Function that computes gradients. The module's `manual_backward` calls it.
         """
         flags = ("training", "validating", "testing", "predicting", "sanity_checking", "barebones")
         absent = ("progress_bar_callback", "gradient_clip_val", "gradient_clip_algorithm", "_results")
@@ -228,7 +228,7 @@ def run_in_forward_of(wrapper: Any, module: Any, run: Callable[[], torch.Tensor 
     Args:
         wrapper: `DistributedDataParallel` that wraps the module.
         module: The user's module.
-        run: Runs the training step and returns the loss.
+        run: Function that runs the training step and returns the loss.
 
     Returns:
         The loss for the backward pass. None with manual optimization, where the step has run the backward pass.
@@ -298,7 +298,7 @@ def optimizers_and_schedulers(returned: Any) -> tuple[list[Any], list[dict[str, 
         `reduce_on_plateau`, `strict`.
 
     Raises:
-        TypeError: The result has none of the allowed forms.
+        TypeError: The return value has none of the allowed forms.
         ValueError: The dict of a scheduler is invalid.
     """
     if returned is None:

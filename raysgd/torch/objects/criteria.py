@@ -292,7 +292,8 @@ def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
     """Return True if user code seems to ignore some labels, of which the library does not know.
 
     Args:
-        weight: Weight of the batch from user code. It shows this if it is a smaller number of labels.
+        weight: Weight of the batch from user code. If it is a whole number below the number of labels, it is probably
+            the number of labels that user code does not ignore.
         found: Accuracy, with the number of labels that the library has counted.
         num_samples: Number of samples in the batch. A weight of this value is not a number of labels.
     """

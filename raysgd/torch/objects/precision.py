@@ -84,7 +84,7 @@ class Precision:
         """Raise if the precision that the user requested had no effect. Called before each optimizer step."""
 
     def has_skipped(self) -> bool:
-        """Return True if an optimizer step was skipped since the last call to this method, as gradients overflowed."""
+        """Return True if gradients have overflowed, so that a step was skipped, since the last call to this method."""
         return False
 
     def state_dict(self) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class OptimizerChoice:
     method has chosen. Otherwise, it acts on `self.optimizer`, provided that only one optimizer is registered.
 
     Args:
-        default: Returns the operator's `self.optimizer`. Raises if the operator has none.
+        default: Function that returns the operator's `self.optimizer`, and raises if the operator has none.
 
     Attributes:
         registered: All registered optimizers.
@@ -215,14 +215,18 @@ class OptimizerChoice:
         self._acting: Any = None
 
     def acting_on_usual(self) -> AbstractContextManager[None]:
-        """Let `backward` and `optimizer_step` act on `self.optimizer` in the `with` block, unless they get another."""
+        """Let `backward` and `optimizer_step` act on `self.optimizer` in the `with` block.
+
+        If user code passes the argument `optimizer`, this argument takes precedence.
+        """
         return self.acting_on(self._default()) if len(self.registered) > 1 else _NOTHING
 
     @contextmanager
     def acting_on(self, optimizer: Any) -> Iterator[None]:
-        """Let `backward` and `optimizer_step` act on `optimizer` in the `with` block, unless they get another.
+        """Let `backward` and `optimizer_step` act on an optimizer in the `with` block.
 
-        A user's override without the parameter `optimizer` thus also acts on the right optimizer.
+        If user code passes the argument `optimizer`, this argument takes precedence. A user's override of one of these
+        methods may lack the parameter `optimizer`. It thus also acts on the right optimizer.
         """
         before, self._acting = self._acting, optimizer
         try:
@@ -430,7 +434,7 @@ class TorchInternals(Internals):
     def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
         """Split the return value of `forward` into output, loss and weight. Log the metrics in it, if any."""
         if type(returned) is tuple and len(returned) == 2 and isinstance(returned[1], torch.Tensor):
-            return *returned, None  # the form that the default `forward` returns
+            return *returned, None  # the default `forward` returns this form
         parts, metrics = batches.without_metrics(returned)
         for name, value in metrics.items():
             note(self.logged, name, value)
@@ -468,7 +472,7 @@ class TorchInternals(Internals):
         if weight is None and found != num_samples:
             if len(self.place.batch.amounts) != 1 or self.logged:
                 raise _unknown_count(num_samples, found)
-            self.place.batch.has_uncounted = True  # reset later if the loss is what the criterion returned
+            self.place.batch.has_uncounted = True  # set to False later if the loss is the criterion's return value
         counts = {NUM_SAMPLES: num_samples}
         return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
@@ -558,7 +562,7 @@ class TorchInternals(Internals):
     def completed(self, metrics: Any, batch: Any) -> Any:
         if self.place is not None and metrics == {} and not (self.logged or self.place.batch.is_by_samples):
             return {NUM_SAMPLES: self._sizes_of(batch)[0]}  # `train_batch` skipped the batch and returned no metrics
-        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # not complete yet
+        if self.logged or not isinstance(metrics, Mapping) or NUM_SAMPLES not in metrics:  # entries are missing
             metrics = super().completed(metrics, batch)
         if self.place is None or not isinstance(metrics, Mapping):
             return metrics

@@ -301,7 +301,10 @@ def register(
 
 
 def _build(context: OperatorContext, model: torch.nn.Module) -> torch.nn.Module:
-    """Apply the options `sync_batchnorm` and `activation_checkpointing` to a model. Keys of its state dict stay."""
+    """Apply the options `sync_batchnorm` and `activation_checkpointing` to a model, and return the model.
+
+    The keys of its state dict do not change.
+    """
     options = context.settings.step_options
     if options.sync_batchnorm and context.is_one_of_several:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -340,7 +343,7 @@ def _check_outsiders(operator: Any, context: OperatorContext, optimizers: Sequen
     """Reject optimizers with parameters that belong to no registered module. With a single worker, only warn."""
     is_distributed = context.world.is_distributed
     if is_distributed and not context.parallel.synchronizes:
-        return  # the user keeps the replicas in sync
+        return  # with `strategy="none"`, user code keeps the workers' models in sync
     modules = [part for part in parts if isinstance(part, torch.nn.Module)]
     found = outsiders(optimizers, modules, operator)
     if not found:

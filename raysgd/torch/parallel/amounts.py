@@ -119,7 +119,7 @@ class Counted:
 class Omitted:
     """Counts the samples that user code skips in an optimizer step.
 
-    The mean gradient of the step treats the gradients of skipped samples as zeros. The counts are used to correct it. A
+    The mean gradient of the step treats the gradients of skipped samples as zeros, and is corrected by these counts. A
     global batch consists of the batches of all ranks at the same time. With gradient accumulation, a step has several
     global batches.
 

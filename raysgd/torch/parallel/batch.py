@@ -1,4 +1,4 @@
-"""`Batch`: the size and weight of one batch of a training call, and which of its training steps have happened."""
+"""`Batch`: the size and weight of one batch of a training call, and a record of what was done with the batch."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class ForwardRounds:
         self._models, self._context, self._is_open = models, context, True
         try:
             yield
-        except Exception:  # from user code
+        except Exception:  # user code may raise any exception
             with suppress(Exception):  # connections may be lost as well, but the user's exception is more useful
                 self._help()
             raise
@@ -316,7 +316,7 @@ class FSDP(Strategy):
         model.load_state_dict(rest, strict=False)
 
     def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Load a full optimizer state dict. Tensors with their parameter's shape are sharded like the parameter."""
+        """Load a full state dict into an optimizer. Tensors with the shape of their parameter are sharded like it."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         indices = [index for group in state["param_groups"] for index in group["params"]]
         by_index = dict(zip(indices, parameters, strict=True))

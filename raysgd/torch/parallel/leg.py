@@ -27,10 +27,10 @@ class StepWatcher(Protocol):
     """Interface of an object that a `Leg` notifies of optimizer steps and gradient communication."""
 
     def begin_step(self) -> None:
-        """Called before the first batch of each optimizer step."""
+        """Prepare for an optimizer step. The `Leg` calls this method before the first batch of the step."""
 
     def note_exchange(self) -> None:
-        """Called when the gradients of a model are all-reduced."""
+        """Record that the gradients of a model are being all-reduced."""
 
 
 class Leg:

@@ -178,7 +178,8 @@ class Strategy:
                 needs to be copied from rank 0.
 
         Raises:
-            ValueError: A model was registered without trainable parameters, so its gradients cannot be averaged.
+            ValueError: A model now has trainable parameters but had none when it was registered, so it has no wrapper
+                that could average its gradients.
         """
         for model in self._left_out:
             if trainable(model) and any(model is each for each in models):

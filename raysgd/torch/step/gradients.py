@@ -476,7 +476,9 @@ class Gradients:
                     parameter.grad.mul_(correction)
 
     def _learn_omitted(self, omitted: Omitted) -> None:
-        """Assume that the other ranks skip as few samples as this rank, which has received no numbers from them.
+        """Take this rank's numbers of skipped samples for those of all ranks.
+
+        Called if the ranks have not sent each other these numbers.
 
         Raises:
             ValueError: User code skips samples on this rank, and the ranks cannot tell each other how many.

@@ -88,8 +88,10 @@ def step_after_epoch(
         schedulers: Schedulers to step.
         metric: Name of the metric that `ReduceLROnPlateau` schedulers get; None for `val_loss`.
         metrics: This worker's metrics of the epoch.
-        mean_of: Returns the mean of a metric over all workers, so that all workers choose the same learning rate.
-        validates: True if a validation follows. Schedulers whose metric is missing are then left for it to step.
+        mean_of: Function that returns the mean of a metric over all workers, so that all workers choose the same
+            learning rate.
+        validates: True if a validation follows. A scheduler whose metric is missing then steps after the validation
+            instead.
 
     Raises:
         ValueError: No worker has the metric, and no validation follows.
@@ -118,7 +120,7 @@ def plateaus_of(operator: Any) -> list[Plateau]:
 def values_after_validation(
     names: Sequence[str], trained: Mapping[str, Any], validated: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the metrics, by name, that schedulers need which step after the validation.
+    """Return the metrics, by name, for the schedulers that step after the validation.
 
     Args:
         names: Names of the schedulers' metrics. For metrics of the validation, the prefix `val_` is optional.

@@ -47,7 +47,7 @@ class _Watched:
         frozen: Frozen parameters to check for changes.
         digests: Digest of each parameter in `frozen`, computed before the first batch, and again after it.
         moving: Frozen parameters that changed in the first batch, by ID.
-        copied: Parameters that were copied before the last batch.
+        copied: Parameters that were copied before the latest batch.
         num_usual: Number of gradient all-reduces in the first batch; infinite until the first batch is complete.
         is_first: True until the first batch is complete.
     """
@@ -340,7 +340,7 @@ class Undo:
         if watched is None or batch.has_stepped:
             return False
         if self._watches and batch.num_exchanges - has_broken >= watched.num_usual:
-            return False  # all all-reduces that a batch usually has succeeded, so user code may have changed weights
+            return False  # as many all-reduces as usual have succeeded, so user code may have changed weights
         return watched.are_unchanged()
 
     def put_back(self) -> None:
