@@ -1,4 +1,4 @@
-"""`CreatorOperator`: an operator built from creator functions."""
+"""`CreatorOperator`: an operator whose objects come from creator functions such as `model_creator`."""
 
 from __future__ import annotations
 
@@ -95,19 +95,19 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model, or the first of several models."""
+        """The model that `model_creator` returned, or the first of several."""
         model: torch.nn.Module = self._raysgd.registered.models[0]
         return model
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, or the first of several optimizers."""
+        """The optimizer that `optimizer_creator` returned, or the first of several."""
         optimizers = self._raysgd.registered.optimizers
         return optimizers[0] if optimizers else _absent("optimizer")
 
     @property
     def scheduler(self) -> Any:
-        """The scheduler, or the first of several schedulers."""
+        """The scheduler that `scheduler_creator` returned, or the first of several."""
         schedulers = self._raysgd.registered.schedulers
         return schedulers[0] if schedulers else _absent("scheduler")
 
@@ -135,7 +135,7 @@ def _one_at_a_time() -> Any:
 
 
 def _is_multiple(component: Any) -> bool:
-    """Return True if `component` is a container of several objects."""
+    """Return True if a creator function returned a container of several objects instead of a single object."""
     return isinstance(component, Iterable) and isinstance(component, Sized) and len(component) > 1
 
 

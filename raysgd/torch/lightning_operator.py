@@ -123,7 +123,7 @@ class LightningOperator(TrainingOperator):
         per_node = getattr(self._module, "prepare_data_per_node", True)
         if (self.local_rank if per_node else self.world_rank) == 0:
             self._hooks.call("prepare_data")
-        self._raysgd.sum_over_workers(0.0)  # wait until the data is prepared on all workers
+        self._raysgd.sum_over_workers(0.0)  # wait until `prepare_data` has returned on all workers
 
     def _register_module(self) -> None:
         module, trainer = self._module, self._trainer

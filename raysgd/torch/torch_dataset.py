@@ -54,7 +54,7 @@ class TorchMLDataset(ShardedFrames):
 
 
 class _Rows(IterableDataset[tuple[torch.Tensor, ...]]):
-    """Iterates over the rows of data frames, as tuples of tensors."""
+    """Dataset of one shard. It iterates over the rows of the shard's data frames, as tuples of tensors."""
 
     def __init__(self, frames: Any, columns: Sequence[Column]) -> None:
         self._frames = frames

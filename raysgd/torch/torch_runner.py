@@ -30,7 +30,7 @@ class TorchRunner(ClassRunner):
 
     @property
     def operator(self) -> TrainingOperator:
-        """The user's operator."""
+        """The user's `TrainingOperator` in this worker."""
         return self._hosted.operator
 
     def write_part(self, folder: str) -> WrittenPart:
@@ -63,7 +63,7 @@ class TorchRunner(ClassRunner):
         return [each if each is None else packed(each) for each in copies]
 
     def update_schedulers(self, metric: Any) -> None:
-        """Step every registered scheduler with `metric`."""
+        """Call `step(metric)` of every scheduler that the operator registered."""
         schedulers = self._hosted.internals.registered.schedulers
         if not schedulers:
             raise NotRegisteredError("`update_scheduler` was called, but `setup` registered no scheduler.")

@@ -1,4 +1,4 @@
-"""Runs a `TorchTrainer` as a trial of Ray Tune."""
+"""`BaseTorchTrainable`: a trial of Ray Tune that creates a `TorchTrainer` and runs it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BaseTorchTrainable(tune_trial.trainer_trainable("`BaseTorchTrainable`")): 
 
     @property
     def trainer(self) -> TorchTrainer:
-        """The trainer of this trial."""
+        """The `TorchTrainer` that this trial has created."""
         trainer: TorchTrainer = self._trainer
         return trainer
 

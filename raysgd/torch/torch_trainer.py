@@ -257,9 +257,9 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         self._shows_progress = use_tqdm
         arguments.warn_of_unused_gpus(asked)
 
-    if not TYPE_CHECKING:  # type checkers take the signature from `__init__`
+    if not TYPE_CHECKING:  # type checkers should see only `__init__` with its typed arguments
 
-        @wraps(__init__, assigned=())  # keeps the signature of `__init__`
+        @wraps(__init__, assigned=())  # `inspect.signature` then shows the arguments of `__init__`
         def __new__(cls, *args: Any, detached: str | Detached | None = None, **kwargs: Any) -> Any:
             """Create a trainer. With `detached`, create a trainer that outlives this program, and return a handle."""
             # Check here, because Python raises its own TypeError instead of running `__init__` if
@@ -270,7 +270,8 @@ class TorchTrainer(ClassTrainer[OperatorT]):
             if detached is None:
                 return super().__new__(cls)
             asked = kwargs.get("use_gpu", "auto")
-            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)  # resolve "auto", as the trainer's process sees no GPU
+            # Resolve "auto" in this process, because the process of a detached trainer sees no GPU.
+            kwargs["use_gpu"] = arguments.resolve_use_gpu(asked)
             handle = start(cls, detached, args, kwargs, is_lasting=arguments.outlives_its_process(kwargs))
             arguments.warn_of_unused_gpus(asked)
             return handle
@@ -524,7 +525,7 @@ class TorchTrainer(ClassTrainer[OperatorT]):
         return make_trainable(cls, args, override_tune_step, kwargs)
 
     def restore(self, *args: Any) -> None:
-        """Removed: use `load`.
+        """Raise an error that says to use `load`. Older versions had this method.
 
         Raises:
             DeprecationWarning: Always.

@@ -329,7 +329,7 @@ class TrainingOperator(BaseOperator):
         right = accuracy(output, target, comparisons, weight, ignored)
         share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
         metrics = {"val_loss": counted["val_loss"], "val_accuracy": share, **counted}
-        if right is not None and num_labels is None:  # the model does not predict classes
+        if right is not None and num_labels is None:  # omit the accuracy, because the model does not predict classes
             del metrics["val_accuracy"]
         return {**metrics, **weights_of(metrics, val_accuracy=num_labels), **self.measure_batch(output, target)}
 
@@ -494,7 +494,7 @@ class TrainingOperator(BaseOperator):
 
     @property
     def device(self) -> torch.device:
-        """The device of the models."""
+        """The device to which the library moves models and batches."""
         return self._raysgd.context.device
 
     @property
@@ -514,7 +514,7 @@ class TrainingOperator(BaseOperator):
 
     @property
     def use_fp16_apex(self) -> bool:
-        """True if Apex is used."""
+        """True if the mixed precision of NVIDIA Apex is used."""
         return self._raysgd.fp16 == "apex"
 
     @property

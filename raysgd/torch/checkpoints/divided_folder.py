@@ -88,7 +88,7 @@ class WrittenPart:
 
 
 def part_name(rank: int) -> str:
-    """Return the name of the file with a rank's tensors."""
+    """Return the name of the file in a checkpoint folder that contains the tensors of one rank."""
     return f"part-{rank}.pt"
 
 
@@ -365,7 +365,7 @@ def _together(folder: DividedFolder, group: Any, read: Callable[[], None]) -> No
     found: Exception | None = None
     try:
         read()
-    except Exception as error:  # raised again below, after the other ranks know
+    except Exception as error:  # raised below, after this rank has told the other ranks that it failed
         found = error
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)

@@ -149,7 +149,7 @@ class DividedState:
         return joined(self.rest, self.index, shape_of)
 
     def whole(self) -> dict[str, Any]:
-        """Return the full state, copied into new memory."""
+        """Read all parts, and return the full state. Its tensors are copies in new memory."""
 
         def tensor_of(path: Path_) -> torch.Tensor:
             if not self.index[path][2]:

@@ -104,7 +104,7 @@ class _Packing:
                 if key == NUMPY_KEY and not self._allow_pickle:
                     raise ValueError(f"`{item_path}`: this key marks NumPy arrays in checkpoints. Use another one.")
                 copy[self.of(key, f"key of {item_path}")] = self.of(item, item_path)
-            if isinstance(value, collections.OrderedDict):  # state dicts store modules' versions as an attribute
+            if isinstance(value, collections.OrderedDict):  # a model's state dict has the attribute `_metadata`
                 vars(copy).update(self.of(vars(value), f"vars({path})"))
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
@@ -118,7 +118,7 @@ class _Packing:
         try:
             native = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
             return {NUMPY_KEY: torch.from_numpy(native)}
-        except TypeError as error:  # PyTorch has no such dtype
+        except TypeError as error:  # PyTorch has no dtype for this array
             if self._allow_pickle:
                 return array
             raise ValueError(
@@ -146,7 +146,7 @@ class _Packing:
             torch.save(sample, stream)
             stream.seek(0)
             torch.load(stream, weights_only=True)
-        except Exception as error:  # objects of users may raise anything
+        except Exception as error:  # pickling a user's object may raise any exception
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "
                 "cannot restore without running code. Allowed are tensors, arrays of numbers, numbers, strings, "
@@ -190,7 +190,7 @@ class _Unpacking:
     def __init__(self, num_bytes_left: int) -> None:
         self._num_bytes_left = num_bytes_left
         self._places: set[Any] = set()
-        self._done: dict[int, tuple[Any, Any]] = {}  # (container, replacement), by the container's ID
+        self._done: dict[int, tuple[Any, Any]] = {}  # by the ID of a container: the container and its replacement
 
     def of(self, value: Any) -> Any:
         """Return a value in which all marked tensors, at any depth, are replaced with NumPy arrays."""

@@ -107,7 +107,7 @@ class PassPlan:
 
     @property
     def num_steps(self) -> int:
-        """Number of global steps left in this pass."""
+        """Number of global steps in the rest of the pass."""
         return len(self._starts)
 
     def _span(self, step: int) -> tuple[int, int]:
@@ -198,7 +198,17 @@ class PassPlan:
 
 
 def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:
-    """Raise `ValueError` if `value` is out of range."""
+    """Check that a number is in a range.
+
+    Args:
+        name: Name of the number, for the error message.
+        value: The number.
+        minimum: Smallest allowed value.
+        maximum: Largest allowed value; None for no limit.
+
+    Raises:
+        ValueError: The number is out of range.
+    """
     if value < minimum or (maximum is not None and value > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ValueError(f"`{name}={value}`: must be {allowed}. Check which group it belongs to.")
@@ -377,7 +387,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
         With a user's batch sampler, the number is not known in advance. In this case, 2 means that it may exceed 1.
         """
-        if isinstance(self.order, BatchesOrder):  # batch sizes may differ from pass to pass
+        if isinstance(self.order, BatchesOrder):  # a user's batch sampler may choose other batch sizes in each pass
             return 1 if self.rule is None or self.rule.cap is None else 2
         return self._division.num_batches(self._division.global_size)
 

@@ -325,7 +325,8 @@ def _in_lockstep(batches: Iterator[Any], start_sum: Summation, world_size: int) 
             )
         own = count_samples(last) if has_own else 0
         coming = next(batches, _END) if has_own else _END
-        hear = ask(start_sum, _samples_in(coming))  # for the next step; the all-reduce runs during this step
+        # Start the all-reduce for the next step now, so that it runs while this rank trains on the current step.
+        hear = ask(start_sum, _samples_in(coming))
         yield DrawnItem(last, own * world_size / num_samples if num_samples else 0.0, own, num_samples)
 
 

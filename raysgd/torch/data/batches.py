@@ -112,7 +112,7 @@ def _without_targets(features: Any, model: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _targets_not_taken(model_class: Any) -> frozenset[str]:
-    """Return the `TARGET_NAMES` that the model's `forward` does not accept."""
+    """Return those of the `TARGET_NAMES` that are no parameters of a model's `forward`."""
     parameters = inspect.signature(model_class.forward).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return frozenset()
@@ -266,7 +266,7 @@ def _reduced(tensor: torch.Tensor) -> tuple[Any, ...]:
     By default, PyTorch shares the tensor's memory, for which the worker must contact the loader process. Copying a
     small tensor is cheaper.
     """
-    with suppress(TypeError, RuntimeError):  # NumPy lacks the dtype (bfloat16), or the tensor is not in CPU memory
+    with suppress(TypeError, RuntimeError):  # raised if NumPy lacks the dtype (bfloat16), or for a tensor on a GPU
         if tensor.nbytes <= _MOST_BYTES_COPIED:
             return torch.from_numpy, (tensor.numpy(),)
     shared: tuple[Any, ...] = reduce_tensor(tensor)
@@ -279,7 +279,7 @@ def _joined_batches(batches: list[Any]) -> Any:
         return torch.cat(batches)
     if isinstance(first, Mapping):
         return {name: _joined_batches([batch[name] for batch in batches]) for name in first}
-    if first and isinstance(first[0], str | bytes):  # a column of strings
+    if first and isinstance(first[0], str | bytes):  # strings are collated to a list, which cannot be concatenated
         return [value for batch in batches for value in batch]
     parts = [_joined_batches(list(each)) for each in zip(*batches, strict=True)]
     return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

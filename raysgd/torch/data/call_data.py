@@ -77,7 +77,7 @@ def call_data_of(dataset: Any, config: Mapping[str, Any]) -> CallData | None:
         return CallData(kind, dataset)
     if kind != "rows":
         return data_kinds.call_data_of(dataset, config)
-    if data_kinds.kind_of(dataset) != "rows":  # a map-style dataset or a list of dicts, not arrays
+    if data_kinds.kind_of(dataset) != "rows":  # the data is a map-style dataset or a list of dicts instead of arrays
         size = size_of(f"a `{type(dataset).__name__}`", None, config)
         return CallData(kind, partial(_loader_over, dataset, {"batch_size": size}))
     data = dataset if isinstance(dataset, Arrays) else Arrays(dataset)
@@ -118,7 +118,7 @@ class ArrayRows(Dataset[Any]):
         return self._num_rows
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """Return a batch of the rows at these indices."""
+        """Return a batch of the rows at the positions in `indices`."""
         return self._make_batch(trees.mapped(self._arrays, lambda array: _taken(array, indices)))
 
     def __getitem__(self, index: int) -> Any:

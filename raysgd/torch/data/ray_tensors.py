@@ -1,4 +1,4 @@
-"""Converts arrays and Ray Data batches to tensors."""
+"""Converts arrays, such as the columns of a Ray Data batch, to PyTorch tensors."""
 
 from __future__ import annotations
 

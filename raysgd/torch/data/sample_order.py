@@ -78,7 +78,7 @@ class Permutation(Sequence[int]):
         return found
 
     def __iter__(self) -> Iterator[int]:
-        """Yield all numbers from the start, computing a few thousand at a time."""
+        """Yield all numbers of the permutation in order, computing a few thousand at a time."""
         for start in range(0, self.length, _READ_AT_ONCE):
             yield from self[start : start + _READ_AT_ONCE]
 
@@ -208,12 +208,12 @@ class SamplerOrder:
 
     @property
     def num_samples(self) -> int:
-        """The sampler's current length."""
+        """Number of indices in a pass: the current length of the user's sampler."""
         return len(self.sampler)
 
     @property
     def name(self) -> str:
-        """Name of the sampler's class."""
+        """Description of the order for messages, with the class name of the user's sampler."""
         return f"sampler {type(self.sampler).__name__}"
 
     def indices(self, seed: int, pass_index: int) -> Indices:
@@ -301,7 +301,7 @@ def _compact(drawn: list[Any]) -> Sequence[Any]:
     try:
         return array("q", drawn)
     except (TypeError, OverflowError):
-        return drawn  # indices that are strings, tuples or integers beyond 64 bits
+        return drawn  # strings, tuples and integers beyond 64 bits do not fit into an array
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def _has_own_iteration(loader: DataLoader[Any]) -> bool:
 
 
 def _own_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the user's sampler or custom batch sampler."""
+    """Return the sampler of a user's loader or, if the user passed a custom batch sampler, the batch sampler."""
     # If the user passed `batch_sampler=BatchSampler(...)`, `loader.sampler` is only PyTorch's unused default.
     batches: Any = loader.batch_sampler
     return batches.sampler if type(batches) is BatchSampler else batches

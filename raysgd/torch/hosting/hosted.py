@@ -91,7 +91,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         rule = global_batches(settings)
         feed = TorchFeed(self._data, self.parallel, world.size, self._undo, world.rank, rule, self._make_batch)
         super().__init__(settings, world, feed, ledger)
-        self._modes: ModuleModes | None = None  # train/eval modes of the models before an evaluation, to restore later
+        self._modes: ModuleModes | None = None  # train/eval modes to restore after an evaluation; None otherwise
         self._prediction: PredictionLoader | None = None
 
     @property
@@ -401,7 +401,7 @@ class TorchHostedOperator(hosted.HostedOperator):
 
     def _data(self, name: str) -> Any:
         """Return the data that the operator registered under "train" or "validation"; None if it registered none."""
-        if self.operator is None:  # `setup` is still running
+        if self.operator is None:  # the operator's `setup` is still running
             return None
         data = self.internals.data
         return data.train if name == "train" else data.validation

@@ -88,7 +88,7 @@ class StepLoop(Loop):
         self._optimizers = operator._raysgd.registered.optimizers
         self._works: dict[int, str] = {}  # names for the optimizers' steps in `GlobalRecord`, by the optimizer's ID
         self._log = _SinceBoundary(0)
-        self._not_stepped: list[Any] = []  # optimizers that did not step in the last completed step
+        self._not_stepped: list[Any] = []  # optimizers whose `step` was not called in the last completed step
         self._keeps_gradients = needs_copies(operator) is not False  # True if a later step may use a batch's gradients
         self._watches = undo is not None or self._keeps_gradients
         self._may_run_backward = not is_stock(operator, "train_epoch", "train_batch", "backward")

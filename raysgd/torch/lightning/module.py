@@ -91,15 +91,15 @@ class LightningHooks:
         self._accepted: dict[str, tuple[int | None, list[str]]] = {}
 
     def has(self, name: str) -> bool:
-        """Return True if the module has a method with this name."""
+        """Return True if the user's module has a method called `name`, inherited or not."""
         return hasattr(self._module, name)
 
     def overrides(self, name: str) -> bool:
-        """Return True if the user overrode the method with this name."""
+        """Return True if the class of the user's module overrides the method `name` of `LightningModule`."""
         return getattr(type(self._module), name, None) is not getattr(self._base, name, None)
 
     def wants(self, name: str, parameter: str) -> bool:
-        """Return True if the module has a method with this name, and the method has this parameter."""
+        """Return True if the user's module has a method called `name` that has a parameter called `parameter`."""
         return self.has(name) and parameter in inspect.signature(getattr(self._module, name)).parameters
 
     def call(self, name: str, *arguments: Any, **by_name: Any) -> Any:

@@ -114,7 +114,7 @@ class EpochValues:
         batches = meters.summary()
         if not self._of_epoch:
             return batches
-        fresh.update(self._of_epoch, n=meters.n or 1)  # weighted by the epoch's number of samples
+        fresh.update(self._of_epoch, n=meters.n or 1)  # weight these values by the number of samples in the epoch
         once = fresh.summary()
         values = {**batches, **{name: once[name] for name in self._of_epoch}}
         return MetricSummary(values, {**batches.totals, **once.totals}, {**batches.objects, **once.objects})
@@ -157,7 +157,7 @@ def loss_of(output: Any) -> torch.Tensor | None:
 
 
 def detached(output: Any) -> Any:
-    """Return the output of a step, detached from the autograd graph."""
+    """Return the output of a `training_step` with all tensors detached from the autograd graph."""
     if isinstance(output, Mapping):
         return {name: detached(value) for name, value in output.items()}
     return output.detach() if isinstance(output, torch.Tensor) else output
@@ -214,7 +214,7 @@ class LightningProgress:
             self._epoch, self._began_at = epoch, num_batches
 
     def count_step(self) -> None:
-        """Count an optimizer step."""
+        """Increment the number of optimizer steps."""
         self.num_steps += 1
 
     def end_batch(self, num_batches: int) -> None:

@@ -73,7 +73,7 @@ class _Loss(NamedTuple):
     counts_labels: bool = False
 
 
-_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # only in newer PyTorch; takes features instead of scores
+_FUSED = getattr(torch.nn, "LinearCrossEntropyLoss", None)  # newer PyTorch; its inputs are features, not scores
 _LOSSES: dict[Any, _Loss] = {
     called: _Loss(*loss)
     for module, function, *loss in (

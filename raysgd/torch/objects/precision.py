@@ -78,7 +78,7 @@ class Precision:
         optimizer.step()
 
     def begin_call(self) -> None:
-        """Prepare for a call to `train`."""
+        """Prepare for a call to `train`, before its first batch."""
 
     def check_use(self) -> None:
         """Raise if the precision that the user requested had no effect. Called before each optimizer step."""
@@ -92,7 +92,7 @@ class Precision:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned."""
+        """Load a state that `state_dict` returned when a checkpoint was saved."""
 
 
 class NativeAmp(Precision):

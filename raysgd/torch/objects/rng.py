@@ -68,7 +68,7 @@ def capture() -> dict[str, Any]:
 
 def seed_alike(seed: int) -> None:
     """Seed the global generators of PyTorch, Python and NumPy with one seed, which is the same on all ranks."""
-    torch.manual_seed(seed)  # also seeds CUDA
+    torch.manual_seed(seed)  # also seeds the generators of all CUDA devices
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
@@ -91,7 +91,7 @@ def fork(state: Mapping[str, Any], number: int) -> None:
     restore(state)
     if number == 0:
         return
-    torch.manual_seed(_seed_of(state["torch"], number))  # also seeds CUDA
+    torch.manual_seed(_seed_of(state["torch"], number))  # also seeds the generators of all CUDA devices
     random.seed(_seed_of(state["python_words"], number))
     if state["numpy_words"] is not None:
         np.random.seed(_seed_of(state["numpy_words"], number) % 2**32)

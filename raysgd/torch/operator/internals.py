@@ -313,7 +313,7 @@ class TorchInternals(Internals):
         self.own_steps = OwnSteps(context.precision, options, operator, context.parallel, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.follows_rate = False
-        self._reported: dict[str, Any] | None = None  # metrics that the current batch passed to `report`
+        self._reported: dict[str, Any] | None = None  # what `report` returned in the current batch
         self._counts_ahead = False
         self.evaluated: list[LossCall] = []
         self.loss_calls = LossCalls()
@@ -334,17 +334,17 @@ class TorchInternals(Internals):
 
     @property
     def fp16(self) -> bool | str:
-        """Value of the operator's `use_fp16`."""
+        """Value of the operator's attribute `use_fp16`: False, True for PyTorch's mixed precision, or "apex"."""
         return self.precision.flag if self.registered.original_models else False
 
     @property
     def amp(self) -> Any:
-        """Value of the operator's `_amp`."""
+        """Value of the operator's attribute `_amp`: a namespace with `autocast`, or Apex's module `amp`."""
         return self.precision.namespace if self.registered.original_models else None
 
     @property
     def scaler(self) -> Any:
-        """Value of the operator's `_amp_scaler`."""
+        """Value of the operator's attribute `_amp_scaler`: the gradient scaler of PyTorch's mixed precision."""
         return self.precision.scaler if self.registered.original_models else None
 
     @property
@@ -399,7 +399,7 @@ class TorchInternals(Internals):
     def rewrap(self) -> None:
         """Average the gradients of all parameters that are trainable now. Implements the operator's `rewrap`."""
         self.parallel.rewrap(self.registered.wrapped)
-        if self.trained is not None:  # None during `setup`
+        if self.trained is not None:  # `self.trained` is None until `setup` has returned
             self.trained.note()
         if self.remade is not None:
             self.remade.follow_trained()

@@ -48,7 +48,7 @@ class DDP(Strategy):
         self._wrapped: list[_WrappedModel] = []
         self._armed: set[int] = set()
         self._hooked: set[int] = set()  # IDs of the wrappers that have raysgd's communication hook
-        self._numbers: dict[int, int] = {}  # sequence numbers of the wrappers, by ID
+        self._numbers: dict[int, int] = {}  # by the ID of a wrapper: its number in messages about the model
         self._uncovered: list[torch.nn.Parameter] = []
 
     def wrap(
@@ -70,7 +70,7 @@ class DDP(Strategy):
             take_from_first((*covered, *model.buffers()))
             init_sync = False
         wrapped = DistributedDataParallel(model, init_sync=init_sync, **ddp_hooks.without_hook(options))
-        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # raysgd sets these
+        require_names(wrapped, "require_forward_param_sync", "require_backward_grad_sync")  # set by this class
         require_names(wrapped, "parameters_to_ignore", "process_group")
         self._register_hook(wrapped, options)
         self._wrapped.append(_WrappedModel(wrapped, options, covered))

@@ -79,7 +79,7 @@ class StepRows:
         try:
             self.exchange(batch)
         except MeshBroken as error:
-            raise DistNetworkError(str(error)) from None  # after `MeshBroken`, gloo's connections would stay open
+            raise DistNetworkError(str(error)) from None  # with `MeshBroken`, gloo's connections would stay open
 
 
 def gather_rows(size: int) -> Gather | None:
@@ -176,7 +176,7 @@ class Exchanges:
         """Record any exception that communication raises in the `with` block, and raise it again."""
         try:
             yield
-        except Exception as error:  # each backend raises different classes
+        except Exception as error:  # communication raises different classes of exceptions in each backend
             self.note(error)
             raise
 

@@ -146,7 +146,7 @@ def hook_of(rounds: ForwardRounds) -> Callable[..., None]:
 
 _reduce_scatter: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)  # newer versions of PyTorch have the first name
+)  # in newer versions of PyTorch, the function has the first name
 
 
 class FSDP(Strategy):

@@ -105,7 +105,7 @@ def sums_of(
     if not found:
         return None
     rows = [_row(parameter, is_exact) for parameter in found.values()]
-    numbers = torch.stack([row.to(rows[0].device) for row in rows]).cpu().numpy()  # a single GPU synchronization
+    numbers = torch.stack([row.to(rows[0].device) for row in rows]).cpu().numpy()  # wait for the GPU only once
     tolerances = tuple(tolerance_of(parameter.element_size()) for parameter in found.values())
     shapes = tuple(tuple(parameter.shape) for parameter in found.values())
     return WeightSums(tuple(found), shapes, numbers, tolerances, time.perf_counter() - began)
@@ -123,7 +123,7 @@ def _row(parameter: torch.Tensor, is_exact: bool) -> torch.Tensor:
     """
     flat, rows = (torch.view_as_real(parameter) if parameter.is_complex() else parameter).reshape(-1), []
     for part in flat.split(_CHUNK if flat.device.type == "cpu" else _CHUNK_ELSEWHERE):
-        if is_exact:  # sums of integers are the same in any order
+        if is_exact:  # a sum of integers is the same in any order, unlike a sum of floats
             bits = part.view(_BITS[part.element_size()]).long()
             rows.append(torch.stack((bits.sum(), (bits * bits).sum())))
         else:

@@ -28,7 +28,7 @@ STAGED_BYTES = 2**24
 """Size, in bytes, of each of the two buffers on the GPU."""
 
 _KEY_LENGTH = 16
-_ARRIVAL_S = 60.0  # timeout for reading the pickle from the board
+_ARRIVAL_S = 60.0  # longest time, in seconds, that a rank waits for the pickle on the group's board
 
 
 def send(state: Any, takers: Sequence[int], device: torch.device) -> None:

@@ -57,7 +57,7 @@ class HorovodParallel(HorovodByHand):
         self.synchronizes = world_size > 1
         self.leg = Leg(is_global=self.synchronizes)
         self.record = GlobalRecord() if self.synchronizes else None
-        self._pairs: list[tuple[Any, Any]] = []  # (registered optimizer, wrapped optimizer)
+        self._pairs: list[tuple[Any, Any]] = []  # for each optimizer: what the user registered, and its wrapper
         self._averaged: set[torch.Tensor] = set()
         self._num_models = self._num_sums = 0
         self._backward_pass = -1

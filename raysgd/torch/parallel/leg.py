@@ -306,7 +306,7 @@ class Leg:
         batch = self.batch
         total, amount = batch.total if weight is None else None, weight
         if amount is None:
-            total = num_ranks if total is None else total  # `total` is None outside of the library's training loops
+            total = num_ranks if total is None else total  # it is None before the first and after the last batch
             amount = total / num_ranks * (batch.weight if self.is_global else 1.0)
         if self.waiting is None:
             usual = self.usual if total is None else total / num_ranks

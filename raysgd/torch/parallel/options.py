@@ -54,7 +54,7 @@ class StepOptions:
 
     @property
     def clips(self) -> bool:
-        """True if gradients are clipped."""
+        """True if the trainer's options require that gradients are clipped."""
         return self.clip_grad_norm is not None or self.clip_grad_value is not None
 
 

@@ -75,7 +75,7 @@ class Strategy:
     def __init__(self, has_others: bool = True, tells_rows: bool = False) -> None:
         self.leg = Leg(is_global=self.synchronizes)
         self._tells_rows = tells_rows
-        self._row_exchange: tuple[Gather, RowExchange] | None = None  # for the current worker group, created on demand
+        self._row_exchange: tuple[Gather, RowExchange] | None = None  # for the current worker group; None until needed
         self.has_others = has_others
         self.exchanges = Exchanges()
         self.record = GlobalRecord() if self.synchronizes else None

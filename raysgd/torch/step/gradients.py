@@ -169,7 +169,7 @@ class OwnSteps:
             self._parallel.leg.stepped(optimizer)
         if not self._callbacks.wants_steps or id(optimizer) not in self._about_to_step:
             return
-        overflow = getattr(optimizer, "found_inf", None)  # on overflow, a fused optimizer itself skips the update
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the update if this is not 0
         if overflow is None or not overflow.item():
             self._callbacks.stepped(optimizer)
 
@@ -243,7 +243,7 @@ class Gradients:
         leg, labels = self._parallel.leg, self._parallel.leg.labels
         weight = labels.amount if given is None else as_weight("weight", given)
         if leg.shards is not None:
-            if given is None and labels.is_uneven is not True:  # `check_counted` checks labels on a device later
+            if given is None and labels.is_uneven is not True:  # labels on a GPU are checked later, in `check_counted`
                 return None
             by_labels = "a loss that ignores labels, or counts them by the weights of their classes,"
             what = by_labels if given is None else "`weight=` of `self.backward`, or from `forward`,"
@@ -504,7 +504,7 @@ class Gradients:
             )
 
     def apply(self, optimizers: Iterable[Any]) -> None:
-        """Step the optimizers if the batch is the last batch of its step."""
+        """Step the optimizers if the current batch is the last batch of an optimizer step."""
         leg = self._parallel.leg
         for optimizer in optimizers:
             if leg.window > 1:

@@ -324,7 +324,7 @@ class Undo:
         watched.is_first, watched.num_usual = False, batch.num_exchanges
         watched.end_first()
         if not self.copies_all:
-            self._copies = _Copies()  # free the memory
+            self._copies = _Copies()  # free the memory of the copies
 
     # ------------------------------------------------------------------------------------------------- after a failure
 
@@ -476,9 +476,9 @@ def _free_bytes(device: torch.device, num_sharing: int) -> int | None:
     try:
         words = Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split(maxsplit=1)
         free = int(words[0]) * 1024
-    except (OSError, IndexError):  # the system is not Linux
+    except (OSError, IndexError):  # only Linux has this file
         return None
     limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
-    with suppress(OSError, ValueError):  # the process is not in a container, or the container has no limit
+    with suppress(OSError, ValueError):  # raised if the process is not in a container with a memory limit
         free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
     return free // num_sharing
