@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     import xxhash
 
 FORMAT_VERSION = 1
-"""Newest format that this version of raysgd reads, and the format that it writes."""
+"""Version of the file format that this version of raysgd writes, and the newest version that it reads."""
 
 FORMAT_KEY = "raysgd_format"
 """Key for the version of the file format, which is the last key in a file's state."""
@@ -145,14 +145,16 @@ def mapped(
 
     Args:
         path: Path of the checkpoint file.
-        weights_only: See `read`.
+        weights_only: True to reject everything except tensors, NumPy arrays, plain values and containers of them.
         name: Name that errors show instead of `path`, for example if `path` is a downloaded copy.
         maps: False to copy the tensors into memory instead of mapping them.
 
     Raises:
-        CheckpointCorruptedError: See `read`. Also raised at the end of the block if another process wrote to the file
-            during the block.
-        FileNotFoundError, UnsafeCheckpointError, ValueError: See `read`.
+        FileNotFoundError: The file does not exist.
+        CheckpointCorruptedError: The file is damaged or not a checkpoint. Also raised at the end of the `with` block if
+            another process wrote to the file during the block.
+        UnsafeCheckpointError: The file needs `weights_only=False`.
+        ValueError: The content is not a training state, or a newer version of raysgd wrote it.
     """
     path = os.fspath(path)
     name = name or path

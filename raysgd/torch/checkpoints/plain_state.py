@@ -21,7 +21,7 @@ from raysgd.core.reading.former_pickles import FormerValue
 from raysgd.core.reading.strict_reading import check_depth, require
 
 NUMPY_KEY = "raysgd_numpy"
-"""Only key of a dict that represents a NumPy array."""
+"""The only key of a dict that represents a NumPy array in a plain state. Its value is a tensor."""
 
 _PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _MAX_INT_BITS = 2000

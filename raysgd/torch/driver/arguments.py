@@ -243,7 +243,7 @@ _OTHER_FSDP = {
     "mixed_precision": "Pass `mp_policy`.",
     "cpu_offload": "Pass `offload_policy`.",
 }
-"""Arguments of PyTorch's older FSDP1 that `strategy_options` does not support, and what to do instead."""
+"""Arguments of PyTorch's older FSDP1 that `strategy_options` does not support, with advice for error messages."""
 
 
 def fsdp_options(strategy_options: Any, strategy: str) -> FSDPOptions:

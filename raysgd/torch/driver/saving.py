@@ -43,7 +43,8 @@ def load_state(controller: ElasticController, state: dict[str, Any], held: ExitS
     Args:
         controller: Controller of the workers.
         state: State to load.
-        held: Exit stack that keeps a file open, if the state's tensors are memory-mapped from the file. See `_load`.
+        held: Exit stack that keeps a file open, if the state's tensors are memory-mapped from the file. It is closed
+            once the state is in Ray's object store.
 
     Raises:
         ValueError, KeyError: The state does not fit the registered objects. The workers are unchanged.

@@ -95,7 +95,7 @@ _LOSSES: dict[Any, _Loss] = {
     for called in (module.forward, function)
     if called is not None
 }
-"""The losses of PyTorch, by function, and by `forward` method of a loss module, which subclasses inherit."""
+"""The known losses of PyTorch. Keys are functions, and the `forward` methods of modules, which subclasses inherit."""
 
 
 class LossCalls:

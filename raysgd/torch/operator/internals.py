@@ -95,7 +95,7 @@ class TrainedParts:
         """Check that user code has called `rewrap` after each change of the frozen parameters or parameter groups.
 
         Args:
-            freezes_in_batches: See `has_changed`.
+            freezes_in_batches: True to ignore all newly frozen parameters and detect only unfrozen ones.
 
         Raises:
             ValueError: Parameters were frozen or unfrozen, or groups were added, without a call to `rewrap`.
