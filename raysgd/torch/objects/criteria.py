@@ -102,7 +102,7 @@ class LossCalls:
     """Notifies listeners when a PyTorch loss is called: the criterion itself, or a module inside the criterion."""
 
     def __init__(self) -> None:
-        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # (listener, `only_labels`)
+        self._listeners: list[tuple[Callable[[LossCall], None], bool]] = []  # pairs of a listener and `only_labels`
         self._hooked: Any = None
 
     @contextmanager
@@ -284,7 +284,7 @@ def accuracy(
         return _as_read(comparisons[0])
     if not isinstance(output, torch.Tensor) or not are_classes(target):
         return Accuracy()
-    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # negative numbers are not classes
+    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # no class is negative
     return None if found is not None and _leaves_out(weight, found, len(target)) else found
 
 

@@ -40,7 +40,7 @@ def fill(part: torch.nn.Module, device: torch.device) -> None:
     for tensor in chain.from_iterable(tensors for _, tensors in empty):
         if tensor.is_meta:  # several modules may share a tensor, which is then already allocated
             torch.utils.swap_tensors(tensor, _room_like(tensor, device))
-    for module, tensors in reversed(empty):  # submodules first, as during construction
+    for module, tensors in reversed(empty):  # initialize submodules first, as when a model is constructed
         if tensors:
             _reset(module, tensors)
     for tensor in _tensors(part, recurse=True):

@@ -270,7 +270,7 @@ def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
-    except Exception as error:  # the content of a file may break anything
+    except Exception as error:  # with the content of a damaged file, the optimizer may raise any exception
         raise ValueError(
             "The state of an optimizer does not match, so nothing was loaded: "
             f"`{type(optimizer).__name__}` cannot load this state ({error!r:.200})."

@@ -48,7 +48,7 @@ class ModuleModes:
             for (part, before), after in zip(self._before, self._after, strict=True)
         ]
         self._before, self._after = [], []
-        for part, mode in wanted:  # parents come first; setting their mode may change the children's modes
+        for part, mode in wanted:  # modules come before their submodules, whose modes they may change
             _set(part, mode)
 
 

@@ -28,7 +28,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return _moved_dataclass(value, device)
     if isinstance(value, MutableMapping):
-        moved = copy.copy(value)  # a copy has the same class, such as `defaultdict`
+        moved = copy.copy(value)  # keeps the class of the mapping, such as `defaultdict`
         moved.update((key, to_device(item, device)) for key, item in value.items())
         return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
