@@ -225,7 +225,7 @@ class LightningOperator(TrainingOperator):
         else:
             _, output = self._training_step(batch, batch_idx)
         leg = self._raysgd.parallel.leg
-        leg.skip()  # has an effect only if the module ran no backward pass
+        leg.skip()  # if the module ran no backward pass, record that it skipped the batch
         if self._scheduler_dicts:
             num_samples = 0 if leg.batch.is_padding else self._raysgd.num_samples(batch)
             numbers = numbers_in(output, self._values.loss_name)

@@ -90,7 +90,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
     Args:
         path: A URI, or a path in a folder that exists. A symbolic link is followed.
-        state: State with at least the keys in `REQUIRED_KEYS`, which `packed` returned.
+        state: State with at least the keys in `REQUIRED_KEYS`. The caller must convert it with `packed` first.
 
     Raises:
         ValueError: `state` lacks keys that `read` requires.

@@ -393,7 +393,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     @property
     def num_shards(self) -> int:
-        """Number of logical shards in a global batch; 0 if global batches are split by rank."""
+        """With `deterministic=True`, the number of logical shards in each global batch; otherwise 0."""
         division = self._division
         return division.num_shards if isinstance(division, ShardedGlobalBatch) else 0
 

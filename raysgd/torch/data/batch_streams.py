@@ -181,7 +181,7 @@ class DividedLoaderSource:
 
     @property
     def num_shards(self) -> int:
-        """Number of logical shards in a global batch; 0 if global batches are split by rank."""
+        """With `deterministic=True`, the number of logical shards in each global batch; otherwise 0."""
         return self._sharded.sampler.num_shards
 
     @property
@@ -269,7 +269,7 @@ class PlainSource:
         is_divided: True if the library shards the data. See `raysgd.trainer.worker.data.feed.DataFeed`.
         left_out: Number of rows that the source left out because they could not be read.
         most_batches: Number of batches that a rank processes, one after the other, in a global step.
-        num_shards: Number of logical shards in a global batch; 0 if global batches are split by rank.
+        num_shards: With `deterministic=True`, the number of logical shards in each global batch; otherwise 0.
     """
 
     is_divided, left_out = False, 0

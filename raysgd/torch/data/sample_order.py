@@ -130,7 +130,7 @@ A tensor takes a quarter of the memory of a list.
 
 @dataclass(frozen=True)
 class JoinedBatches(Sequence[Any]):
-    """The concatenated sample indices of a pass whose batches may differ in size.
+    """The sample indices of all batches of a pass, concatenated. The batches may differ in size.
 
     Attributes:
         samples: Indices of the samples, batch after batch.

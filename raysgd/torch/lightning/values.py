@@ -140,7 +140,7 @@ def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | 
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """Return the loss in what `training_step` returned. Return None if it returned None, which skips the batch.
+    """Return the loss in what `training_step` returned. Return None if `training_step` returned None to skip the batch.
 
     Raises:
         RuntimeError: `training_step` returned a dict without a loss.

@@ -53,7 +53,7 @@ class LossCall(NamedTuple):
 
     @property
     def counting(self) -> torch.Tensor | None:
-        """Mask over the target that is False for ignored labels; None if the loss cannot ignore labels."""
+        """Bool tensor like the target, with False for each ignored label; None if the loss cannot ignore labels."""
         return None if self.ignored is None else self.target != self.ignored
 
     @property

@@ -199,7 +199,7 @@ class RemadeParameters:
 
         Args:
             left_out_of: Function that gets a model and returns the names of the parameters that the ranks do not
-                compare; None if they compare none.
+                compare. It returns None for a model of which they compare no parameters.
 
         Returns:
             A function that also returns the names of the parameters that saved states omit.
@@ -326,7 +326,7 @@ class RemadeParameters:
 
 
 def refuse_left_out(record: Any, operator_cls: type) -> None:
-    """Raise if a saved state omits parameters. Called if the operator does not set `remakes_frozen`.
+    """Raise if a saved state omits frozen parameters. Called if this operator does not set `remakes_frozen`.
 
     Args:
         record: Digests in the saved state.
