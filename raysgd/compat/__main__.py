@@ -1,4 +1,4 @@
-"""`python -m raysgd.compat SCRIPT [ARGUMENT ...]`: runs a program written for `ray.util.sgd` unchanged."""
+"""`python -m raysgd.compat SCRIPT [ARGUMENT ...]` runs a program written for `ray.util.sgd` without changes to it."""
 
 from __future__ import annotations
 

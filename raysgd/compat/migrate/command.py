@@ -1,4 +1,4 @@
-"""The command `raysgd migrate PATH... [--write] [--diff] [--ray-train]`, which rewrites old programs."""
+"""Defines the command `raysgd migrate PATH... [--write] [--diff] [--ray-train]`, which rewrites old programs."""
 
 from __future__ import annotations
 
