@@ -1,8 +1,8 @@
 """Class-based, fault-tolerant training of PyTorch and TensorFlow models on Ray.
 
 Write training code for a single process and choose a number of workers. You get the metrics and steps that one process
-would compute with the same global batch. If a worker dies, no finished training is lost. The group continues with the
-remaining workers, and grows again when resources are available.
+would compute with the same global batch. If a worker dies, no finished training is lost. Training continues on the
+remaining workers, and new workers join when resources are available.
 
 Ray places the worker processes on machines. PyTorch or TensorFlow computes gradients and exchanges them between
 workers. Importing `raysgd` imports none of the three. Each public name, such as `TorchTrainer`, imports what it needs

@@ -134,7 +134,7 @@ class ReservationTimeoutError(RaySGDError, TimeoutError):
 
 
 class WorkersLostError(RaySGDError, RuntimeError):
-    """Workers died, and raysgd may not retry again or could not start enough new workers."""
+    """Workers died, and either no retries are left or too few new workers could be started."""
 
 
 class CheckpointCorruptedError(ValueError, RuntimeError):
@@ -194,8 +194,8 @@ class CallbackError(RaySGDError, RuntimeError):
 class Preempted(SystemExit):  # a requested exit, so its name does not end with `Error`
     """The run stopped because a signal, such as SIGTERM, asked the program to end.
 
-    Before it stopped, the run completed a training step and saved its state if possible. The program's exit status is
-    128 plus the number of the signal.
+    The run stops after a completed step, and its state is saved if possible. The exit status of the program is 128 plus
+    the number of the signal.
 
     Attributes:
         signal: The number of the signal.
@@ -219,7 +219,7 @@ class StepMismatchError(RaySGDError, RuntimeError):
 
 
 class MissingTuneError(ImportError, ValueError, RuntimeError):
-    """Ray Tune cannot be imported, and an object needs it to run as a trial.
+    """A trainer or function cannot run as a trial of Ray Tune, because Ray Tune cannot be imported.
 
     Programs written for `ray.util.sgd` catch ``ValueError``.
     """

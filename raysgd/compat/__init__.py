@@ -1,7 +1,7 @@
 """Support for programs written for `ray.util.sgd` or the former `ray.train` and `ray.air`, together the "old library".
 
-* `install`, called in a program for `ray.util.sgd`, lets the program run unchanged. `python -m raysgd.compat script.py`
-  does the same without a change to the script.
+* `python -m raysgd.compat script.py` runs a program for `ray.util.sgd` unchanged. A program can also call `install`
+  first, and its other code then runs unchanged.
 * `raysgd migrate` rewrites programs for `ray.util.sgd`, and for the former `ray.train` and `ray.air`.
 
 `paths.py` has the table of old and new names. `names.py` lists old names that raysgd defines in another module than

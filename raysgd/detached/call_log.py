@@ -29,7 +29,7 @@ _MOST_LEFT = 16  # maximum number of answers to store for programs that have end
 
 @dataclass
 class LoggedCall:
-    """A call of a trainer's method that a program made, in the trainer's process.
+    """A call that a program made to a detached trainer, as the trainer's process stores it.
 
     Attributes:
         token: The call's ID, unique across all programs.
@@ -111,7 +111,10 @@ class CallLog:
         call.answer.set_result(answer)
 
     def _end_interrupts(self) -> None:
-        """Stop accepting interrupts for the running call. Raise an earlier interrupt, if any, before returning."""
+        """End the time in which `interrupt` can raise `KeyboardInterrupt` in the running call.
+
+        If `interrupt` was called earlier, the exception is raised before this method returns.
+        """
         with self._lock:
             self._interruptible = None
 

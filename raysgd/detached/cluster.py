@@ -39,7 +39,7 @@ class DetachedStatus:
         running: Description of the call that is running. None if no call is running.
         programs: Descriptions of the programs that are attached to the trainer.
         ends_in_s: Number of seconds after which the trainer ends if no program attaches. None if the trainer is in
-            use or never ends for this reason.
+            use, or has no such limit (`keep_alive_s=None`).
     """
 
     name: str
@@ -222,7 +222,7 @@ def stop(name: str, *, force: bool = False) -> str:
 def _saved(actor: Any) -> str:
     """Tell a trainer to save itself, and return a phrase that says where it was saved, or why it was not.
 
-    Wait for this as long as the trainer's process answers other requests.
+    Wait until the trainer has been saved, but give up if its process no longer answers.
     """
     import ray
 
@@ -253,7 +253,7 @@ def _stop(name: str, actor: Any, force: bool = False) -> None:
     import ray
 
     if not force and is_answering(actor):
-        with suppress(ray.exceptions.RayError):  # the trainer has already ended
+        with suppress(ray.exceptions.RayError):  # raised if the trainer has already ended
             ray.get(actor.end.remote(False), timeout=60.0)
     kill(name, actor)
 

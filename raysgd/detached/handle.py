@@ -121,7 +121,7 @@ class DetachedTrainer:
         try:
             if is_answering(self._actor):
                 answer = unpacked_answer(ray.get(self._actor.end.remote(force)))
-        except RayActorError:  # the trainer has already ended
+        except RayActorError:  # raised if the trainer has already ended
             pass
         finally:
             self._is_ended = True

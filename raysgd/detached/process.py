@@ -33,7 +33,7 @@ _NEWS_S = 1.0
 _LOOK_S = 0.05
 _DEATH_S = 4.0
 _MOST_DEATHS = 3  # a call fails after this process has died so many times at the same point of the call
-_START_S = 60.0  # this process ends if for so many seconds no program is attached and the trainer is not created yet
+_START_S = 60.0  # seconds without an attached program after which this process ends, before the trainer is created
 _END_S = 5.0
 _CALL = "call:"  # prefix of the journal entries that store calls
 _PROGRAM = "program:"  # prefix of the journal entries that store attached programs
@@ -168,7 +168,7 @@ class TrainerProcess:
     def _ends_in_s(self) -> float | None:
         """Return the number of seconds after which the trainer ends if no program attaches.
 
-        Return None if a program is attached, a call is running, or the trainer never ends for this reason.
+        Return None if a program is attached, a call is running, or there is no limit (`keep_alive_s=None`).
         """
         keep_alive_s = self._settings.keep_alive_s if self._trainer is not None else _START_S
         if keep_alive_s is None or self._is_needed():
@@ -205,7 +205,7 @@ class TrainerProcess:
         Do nothing and return None if the settings name no folder, or if this type of trainer cannot be saved this way.
 
         Args:
-            reason: Why the trainer ends, for the file.
+            reason: Why the trainer ends. This is saved with the history of the training.
         """
         place: str | None = getattr(self._trainer, "_left_file", None)
         if place is not None:
@@ -230,7 +230,7 @@ class TrainerProcess:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     async def run(self, asked: CallRequest) -> tuple[bytes, int] | None:
-        """Queue a call, wait until it has ended, and return its answer in the form of `answer`."""
+        """Queue a call, wait until it has ended, and return what the method `answer` returns for it."""
         await self.begin(asked)
         return await self.answer(asked.token)
 

@@ -66,8 +66,8 @@ class Detached:
 
     Args:
         name: The trainer's name, which programs pass to `raysgd.attach`. Letters, digits, `.`, `_` and `-` are allowed.
-        keep_alive_s: Number of seconds without an attached program and without a running call after which the trainer
-            ends. If `folder` is set, the trainer is saved first. None to never end for this reason.
+        keep_alive_s: After this many seconds without an attached program and without a running call, the trainer ends.
+            If `folder` is set, the trainer is saved first. With None, the trainer never ends for this reason.
         folder: Folder in which the trainer is saved as `<name>.pt` before it ends because of `keep_alive_s` or `raysgd
             stop`: a path on the trainer's node, or a URI. `fit(..., resume_from="auto")` of the next trainer with this
             name and folder finds the file.

@@ -91,7 +91,12 @@ def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class _DyingMaker:
-    """Function that creates a worker's replica, the object that runs the user's code. Kills the given ranks instead."""
+    """Creates the replica of a worker, the object that runs the user's code, or kills the worker's process.
+
+    Attributes:
+        make_replica: Function that creates the replica.
+        ranks: The ranks whose processes are killed.
+    """
 
     make_replica: Callable[[World], Any]
     ranks: tuple[int, ...]

@@ -42,7 +42,7 @@ def DistributedTrainableCreator(
             resources. Tune now controls how long trials wait.
 
     Raises:
-        ValueError: `func` cannot be called with these two arguments, or a number is out of range.
+        ValueError: `func` cannot be called with a config and `checkpoint_dir`, or a number is out of range.
         ImportError: Ray Tune or TensorFlow is not installed.
     """
     return make_distributed(

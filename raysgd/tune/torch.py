@@ -45,7 +45,7 @@ def DistributedTrainableCreator(
 
     Raises:
         DeprecationWarning: `use_gpu` is True.
-        ValueError: `func` cannot be called with these two arguments, or an argument is out of range.
+        ValueError: `func` cannot be called with a config and `checkpoint_dir`, or an argument is out of range.
         ImportError: Ray Tune is not installed.
 
     Examples:

@@ -49,7 +49,7 @@ class Tuner:
             1])}}`. For each trial, the chosen values are merged into the trainer's own arguments. The space may include
             `scaling_config`, as an object or a dict, and `datasets`.
         tune_config: A `TuneConfig`: metric, number of trials, search algorithm, scheduler.
-        run_config: The `RunConfig` for all trials. It replaces the trainer's run config.
+        run_config: The `RunConfig` for all trials. Default: the trainer's own run config.
 
     Raises:
         ValueError: `param_space` has a `run_config`. `fit` reports other invalid values in `param_space` before the
@@ -347,9 +347,10 @@ def as_checkpoint(checkpoint: Any) -> Checkpoint:
 
 
 class CallsInTrials:
-    """Calls a sweep's raysgd callbacks when Ray Tune reports what its trials do. Each trial has its own copies.
+    """Passes the events of a sweep's trials, such as reports, from Ray Tune to the user's raysgd callbacks.
 
-    Ray Tune calls the methods of this object. Each method calls the callbacks of the trial that it was called for.
+    Ray Tune calls the methods of this object. Each trial has its own copies of the callbacks. A method calls the copies
+    of the trial for which Ray Tune called it.
 
     Args:
         callbacks: The user's raysgd callbacks, which are copied for each trial and called in this order.
@@ -414,7 +415,7 @@ def for_tune(callbacks: Sequence[Any]) -> list[Any]:
     The object, a `CallsInTrials`, calls all raysgd callbacks of the sweep. It is omitted if there are none.
 
     Raises:
-        TypeError: An object is a worker callback, or not a callback.
+        TypeError: An object is not a callback, or is a `WorkerCallback`, which needs to run in the workers.
         ValueError: Two raysgd callbacks write to the same file.
     """
     own, given = own_among(callbacks), of_tune_among(callbacks)

@@ -106,7 +106,7 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TorchMLDataset:
-        """Return a `TorchMLDataset`, which converts each shard to a PyTorch dataset. It describes the arguments."""
+        """Return a `TorchMLDataset` with these arguments, which converts each shard to a PyTorch dataset."""
         from raysgd.torch.torch_dataset import TorchMLDataset
 
         return TorchMLDataset(
@@ -122,7 +122,7 @@ class MLDataset(ParallelIterator):
         label_shape: Any = None,
         label_type: Any = None,
     ) -> TFMLDataset:
-        """Return a `TFMLDataset`, which converts each shard to a `tf.data` dataset. It describes the arguments."""
+        """Return a `TFMLDataset` with these arguments, which converts each shard to a `tf.data` dataset."""
         from raysgd.tf.tf_dataset import TFMLDataset
 
         return TFMLDataset(self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type)

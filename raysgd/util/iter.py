@@ -104,7 +104,8 @@ class ItemShard:
         """Return a copy of the shard that yields only every `step`-th of its elements, starting at index `start`.
 
         The other elements are dropped before as many of the shard's last stages as possible, so that these stages do no
-        work for them. This works for stages that make one element from a fixed number, such as `for_each` and `batch`.
+        work for them. This is possible for stages such as `for_each` and `batch`, which make each new element from a
+        fixed number of elements.
         """
         place, size = len(self.stages), 1
         while place and (of_one := self.stages[place - 1][1]) is not None:
@@ -169,7 +170,7 @@ def _batches(size: int, elements: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def shuffled(buffer_size: int, seed: int | None, elements: Iterator[Any]) -> Iterator[Any]:
-    """Yield the elements in random order. Each is drawn from a buffer that holds the next `buffer_size` elements."""
+    """Yield the elements in random order, by drawing each from a buffer that is refilled to `buffer_size` elements."""
     draw, buffer = random.Random(seed), list(islice(elements, buffer_size))
     for element in elements:
         place = draw.randrange(len(buffer))

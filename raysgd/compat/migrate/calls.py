@@ -454,7 +454,10 @@ def _with_parameters(source: str) -> set[str]:
 
 
 def _keys_of_results(source: str) -> dict[str, str]:
-    """Return the renamed keys of results, each with its new name, except for keys that the program defines itself."""
+    """Return the keys in results of `train` that were renamed, each with its new name.
+
+    Keys that the program also uses for values of its own are left out.
+    """
     return {name: now for name, now in _KEYS.items() if not re.search(rf"\b{name}(=|[\"']\s*:)", source)}
 
 
