@@ -95,8 +95,8 @@ class UnevenStepsError(RaySGDError, RuntimeError):
 class RanksDifferError(RaySGDError, RuntimeError):
     """The workers' model weights differ although the workers train in sync.
 
-    The message names the models, the parameters and the ranks. The call to `train` that detected the difference is
-    not retried. The next call starts from the last snapshot of the training state.
+    The message names the models, the parameters and the ranks. The call that detected the difference, such as `train`,
+    is not retried. The next call starts from the last snapshot of the training state.
     """
 
 
@@ -376,7 +376,14 @@ def made_from_parts(
     attributes: dict[str, Any],
     slots: tuple[tuple[type, str, Any], ...],
 ) -> BaseException:
-    """Create an exception from its parts, without calling the constructor of the user's class."""
+    """Create an exception from its parts, without calling the constructor of the user's class.
+
+    Args:
+        user_class: The class of the exception.
+        args: The exception's `args`.
+        attributes: The values in its `__dict__`.
+        slots: The values outside its `__dict__`, as `slots_of` yields them.
+    """
     error: BaseException = _builtin_base(user_class).__new__(user_class, *args)
     error.__dict__.update(attributes)
     for owner, name, value in slots:

@@ -67,7 +67,7 @@ def check_for_failure(remote_values: Iterable[Any]) -> bool:
 
 
 def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
-    """Return a decorator that checks that a method overrides an attribute of `interface_class`.
+    """Return a decorator for methods, which checks that `interface_class` has a method (or attribute) of the same name.
 
     Examples:
         >>> class Greeter:

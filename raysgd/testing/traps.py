@@ -46,7 +46,10 @@ class Trap:
     is_armed: bool = True
 
     def spring(self) -> None:
-        """Cause the fault if the trap is armed, but not the first `num_before` times. Called at the trigger point."""
+        """Cause the fault if the trap is armed. Called each time that the process reaches the trigger point.
+
+        The first `num_before` calls do not cause the fault.
+        """
         if not self.is_armed:
             return
         if self.num_before > 0:
