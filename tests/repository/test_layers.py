@@ -132,6 +132,7 @@ INSIDE = {
         "data ledger",
         "state worker_callbacks",
         "hosted operator",
+        "training_call",
         "training",
         "runner",
     ),

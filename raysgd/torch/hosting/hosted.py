@@ -247,8 +247,8 @@ class TorchHostedOperator(hosted.HostedOperator):
     def receive(self, source: int, takers: Sequence[int]) -> Any:
         return handover.receive(source, takers, self.operator.device)
 
-    def names_of_all(self, name: str) -> Collection[str] | None:
-        return names_of_all(name) if self.world.is_distributed else {name}
+    def names_of_all(self) -> Collection[str] | None:
+        return names_of_all(self.name) if self.world.is_distributed else {self.name}
 
     def settle_in(self) -> None:
         self.parallel.reform()

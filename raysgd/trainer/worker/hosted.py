@@ -6,18 +6,24 @@ worker process, such as the record of how its time was spent, do not belong to t
 
 from __future__ import annotations
 
+import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from raysgd.callbacks.worker_callback import WorkerCallback
-from raysgd.core.engine.shared.types import World
+from raysgd.core.engine.shared.types import Heartbeat, World
+from raysgd.core.numbers.meters import BATCH_COUNT, MetricSummary, refuse_taken
+from raysgd.core.numbers.timers import TimerCollection
 from raysgd.exceptions import OnFailure
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest
 from raysgd.trainer.messages.facts import RunnerFacts
 from raysgd.trainer.messages.prediction import PredictRequest, Work
 from raysgd.trainer.messages.weight_sums import WeightSums
+from raysgd.trainer.worker.data.around_batch import take_outside
 from raysgd.trainer.worker.data.epoch_run import EpochRun
 from raysgd.trainer.worker.data.feed import DataFeed
 from raysgd.trainer.worker.data.loop import Loop
@@ -43,6 +49,8 @@ class HostedOperator(ABC):
         operator: The operator, an instance of the user's class.
         loop: Framework-specific part of training calls.
         state: Reads and restores the training state.
+        name: Identifies this rank to other ranks. Unlike its number, the name stays the same in later groups.
+        timers: The timers of the operator, which measure only in calls with `profile`.
         has_trained: True if this worker has trained, so that its random number generators have advanced.
     """
 
@@ -56,6 +64,7 @@ class HostedOperator(ABC):
         self.operator = None
         self.loop = Loop(feed)
         self._ledger = ledger
+        self.name, self.timers = uuid.uuid4().hex, TimerCollection()
         self.has_trained = False
 
     @abstractmethod
@@ -106,13 +115,63 @@ class HostedOperator(ABC):
     def settle_in(self) -> None:
         """Called in a new group of workers when all ranks have the same training state."""
 
-    def names_of_all(self, name: str) -> Collection[str] | None:
-        """Gather the names of all ranks in the group. Return None if this framework does not gather names.
+    def names_of_all(self) -> Collection[str] | None:
+        """Gather the names of all ranks in the group. Return None if this framework does not gather names."""
+        return None
+
+    def set_timers(self, profile: bool) -> None:
+        """If `profile` is True, reset and enable the operator's timers. Otherwise, disable the timers."""
+        if profile:
+            self.timers.reset()
+            self.timers.enable()
+        else:
+            self.timers.disable()
+        self.operator.timers = self.timers
+
+    def answer(
+        self, returned: Any, request: EpochRequest, num_steps: int, extra: Mapping[str, Any] | None = None
+    ) -> EpochAnswer:
+        """Create the answer that this worker sends to the driver at the end of a training or validation call.
 
         Args:
-            name: Name of this rank.
+            returned: The return value of the operator's `train_epoch` or `validate`. A value that is not a mapping is
+                sent unchanged.
+            request: The driver's request.
+            num_steps: Number of steps that the call has taken.
+            extra: Metrics that the library adds to those in `returned`.
         """
-        return None
+        if not isinstance(returned, Mapping):
+            return EpochAnswer(None, returned, num_steps)
+        plain, together = self.loop.plain, {**take_outside(self.operator._raysgd), **returned}
+        for name in together.keys() - {BATCH_COUNT}:
+            refuse_taken(name)
+        values = {**(extra or {}), **{name: plain(value) for name, value in together.items()}}
+        if request.profile:
+            values["profile"] = self.timers.stats()
+        behind = (returned.totals, returned.objects) if isinstance(returned, MetricSummary) else ()
+        return EpochAnswer(MetricSummary(values, *behind), None, num_steps)
+
+    def heartbeat(self, phase: str, step: int = -1, num_samples: int = 0, snapshot: int = 0) -> Heartbeat:
+        """Return this worker's current progress, and how its time was spent. A second thread may call this method.
+
+        Args:
+            phase: What the worker is doing.
+            step: Number of completed steps of the training call, or -1 between calls.
+            num_samples: Number of samples that this rank has used in the call.
+            snapshot: Number of steps after which the newest snapshot inside the call was taken.
+        """
+        return Heartbeat(
+            self.feed.epoch,
+            step,
+            phase,
+            num_samples,
+            snapshot,
+            time.monotonic(),
+            self.loop.own_s,
+            self.loop.ledger(),
+            time=self._ledger.reading(),
+            joint_work=self.loop.joint_work,
+        )
 
     @abstractmethod
     def training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:

@@ -247,7 +247,7 @@ class ClassRunner(ReplicaCalls, ABC):
             elif world.rank in handover.takers:
                 self._take_over(*hosted.receive(handover.source, handover.takers))
             hosted.settle_in()
-            self._settle_run(hosted.names_of_all(self._name), handover.orphans)
+            self._settle_call(hosted.names_of_all(), handover.orphans)
             hosted.operator.world_changed()
             return hosted.facts()
 

@@ -156,7 +156,9 @@ class RunState:
 
 @dataclass
 class EpochRun:
-    """One training call on this rank, from its first step to its answer. The group of workers may change meanwhile.
+    """How far one training call is on this rank, and what it has measured. `TrainingCall` runs the call.
+
+    The record lives from the call's first step to its answer. The group of workers may change meanwhile.
 
     Attributes:
         epoch_idx: Index of the pass over the data in which the call started.
@@ -171,6 +173,7 @@ class EpochRun:
         gate: Agreement with the other ranks to stop the call between two steps.
         ledger_before: Record of which samples were used before the call. None if this rank joined during the call.
         call: Number of the training call, by which requests for this call are recognized.
+        began_at: The stream's `num_steps_completed` when the call began, as if all its steps were of this stream.
     """
 
     epoch_idx: int
@@ -185,12 +188,13 @@ class EpochRun:
     gate: Gate = field(default_factory=Gate)
     ledger_before: DataLedger | None = None
     call: int = 0
+    began_at: int = 0
     _stream: Any = None
-    _began_at: int = 0
 
     def attach(self, stream: Any) -> None:
         """Let the rest of the call take its batches from this stream."""
-        self._stream, self._began_at = stream, stream.num_steps_completed
+        # `began_at` is set first, because another thread may read `num_completed`.
+        self.began_at, self._stream = stream.num_steps_completed - self.num_steps_before, stream
 
     @property
     def stream(self) -> Any:
@@ -201,8 +205,7 @@ class EpochRun:
     def num_completed(self) -> int:
         """Number of steps of the call that all ranks have completed."""
         stream = self._stream  # read only once, because another thread uses this property and `detach` may intervene
-        here = stream.num_steps_completed - self._began_at if stream is not None else 0
-        return self.num_steps_before + here
+        return self.num_steps_before if stream is None else stream.num_steps_completed - self.began_at
 
     @property
     def num_steps_left(self) -> int | None:

@@ -1,0 +1,248 @@
+"""`TrainingCall`: one `train` call on one worker, from its first step to its answer.
+
+After workers are lost, the call continues in the surviving workers. Each new call is a new object.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, cast
+
+from raysgd.core.engine.shared.replica import Capture
+from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep
+from raysgd.core.numbers.meters import NUM_SAMPLES
+from raysgd.core.numbers.results import ProgressKind
+from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
+from raysgd.trainer.worker.data.around_batch import around_batches, forget
+from raysgd.trainer.worker.data.batch_streams import WatchedBatches, redrawing
+from raysgd.trainer.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary
+from raysgd.trainer.worker.data.rank_rows import RankRows
+from raysgd.trainer.worker.hosted import HostedOperator, is_of_library
+from raysgd.trainer.worker.ledger import Ledger
+from raysgd.trainer.worker.state.copies import StateCopies
+
+
+class TrainingCall(EpochRun):
+    """A `train` call of this worker, which runs the operator's `train_epoch` until the call is answered.
+
+    A call that was interrupted by a failure, or paused, continues after its last completed step. A finished call is
+    kept until the next one begins, because another rank may not have finished it.
+
+    Args:
+        hosted: The operator to train.
+        copies: Takes the snapshots inside the call.
+        ledger: Records how the worker spends its time.
+        call: Number of the call.
+        epoch_idx: Index of the pass over the data in which the call starts.
+        num_steps: Number of steps to take, or None for the rest of the pass.
+
+    Attributes:
+        info: The `info` dictionary that is passed to the operator's `train_epoch`.
+        is_running: True while `train_epoch` runs. A second thread of the worker reads this attribute.
+    """
+
+    kind: ClassVar[ProgressKind] = "train"
+
+    def __init__(
+        self,
+        hosted: HostedOperator,
+        copies: StateCopies,
+        ledger: Ledger,
+        call: int,
+        epoch_idx: int,
+        num_steps: int | None,
+    ) -> None:
+        super().__init__(epoch_idx, num_steps, hosted.operator._raysgd.new_meters(), RankRows(hosted.name), call=call)
+        self._hosted, self._copies, self._ledger = hosted, copies, ledger
+        self.info: Mapping[str, Any] = {}
+        self.is_running = False
+
+    def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
+        """Continue the call from the step after its last completed step, or return its answer if it is finished.
+
+        Args:
+            request: The request of this call.
+            share: This worker's new shard of a dataset that the driver has divided. None if there is none.
+        """
+        loop = self._hosted.loop
+        if self.answer is not None:
+            return self._with_lost(self.answer)
+        if self.is_finished:  # another rank finished the call: only report this rank's metrics
+            return self._end(loop.results(self), request)
+        self._hosted.feed.begin_again(request, share, self.place)
+        return self.train_on(loop.stream(request, is_begun=True), request)
+
+    def train_on(self, stream: Any, request: EpochRequest) -> EpochAnswer | HeldAtStep:
+        """Run the operator's `train_epoch` on the remaining batches of the call.
+
+        Args:
+            stream: Stream from which the batches come.
+            request: The driver's request to train.
+        """
+        hosted, loop, feed, operator = self._hosted, self._hosted.loop, self._hosted.feed, self._hosted.operator
+        internals = operator._raysgd
+        callbacks = internals.callbacks
+        self.info = {**request.info, **internals.info_of_call(request.num_steps, self.epoch_idx)}
+        epoch_before, place_before = feed.epoch, internals.place
+        self.attach(stream)
+        if request.hold_at is not None and request.hold_at > self.num_completed:
+            self.gate = Gate(request.hold_at)
+        stream.at_boundary = self._at_boundary
+        coming = iter(()) if self.is_exhausted else stream.take(self.num_steps_left)
+        coming = coming if request.redraw is None else redrawing(coming, request.redraw)
+        batches = WatchedBatches(self._ledger.timing(coming), stream)
+        internals.meters_to_fill = self.meters
+        internals.lost = () if hosted.world.rank else tuple(self.rows.lost.values())
+        forget(internals)
+        is_stock = loop.has_stock_loop
+        given = {"info": self.info, "num_steps": request.num_steps, "epoch_idx": self.epoch_idx}
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._shown())
+                stack.enter_context(self._ledger.call(loop.first_bin))
+                stack.enter_context(hosted.training(self, stream))
+                place = internals.place = loop.place
+                after = callbacks.after_batch(operator, place) if callbacks.are_there else None
+                # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
+                if after is not None or not is_stock:
+                    stack.enter_context(around_batches(operator, "train_batch", place, after))
+                if callbacks.are_there:
+                    stack.enter_context(callbacks.listening(operator))
+                if request.profile:
+                    stack.enter_context(hosted.timers.record("train_epoch"))
+                if callbacks.are_there:
+                    callbacks.begin_epoch(self, operator)
+                    callbacks.begin_leg(operator, partial(self._where, stream, request))
+                loop.note_boundary()
+                args, named = ([batches], given) if is_stock else accepted(operator.train_epoch, batches, **given)
+                returned = operator.train_epoch(*args, **named)
+                stream.settle()
+        except HeldAtBoundary:
+            is_planned, self.gate = self.gate.is_planned(self.num_completed), Gate()
+            return HeldAtStep(self.num_completed, self.snapshot(), is_planned)
+        except BaseException as error:  # also on Ctrl-C, because the next call must begin after a completed step
+            is_alone = not hosted.world.is_distributed
+            if loop.can_return and (is_alone or not loop.is_lost(error)):
+                loop.return_to_boundary()
+            elif is_alone and stream is feed.train_stream:
+                stream.settle()  # the optimizer has already stepped on the batch, so count the batch as used
+            raise
+        finally:
+            internals.meters_to_fill = stream.at_boundary = None
+            internals.place = place_before
+        if not batches.was_touched and feed.epoch == epoch_before:
+            feed.begin_pass()  # count an epoch, because the user's `train_epoch` has used other data than the batches
+        return self._end(returned, request, place=feed.place_of_call(stream))
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Inside the block, make the progress of the call visible to the worker's second thread."""
+        self.is_running, self._hosted.operator._raysgd.latest_metrics = True, {}
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+    def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
+        """Describe the position in the training data from which this group of workers continues the epoch.
+
+        The description goes into the run's journal. `raysgd.replay` uses it to find the samples of each step.
+        """
+        hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
+        is_begun, place = stream.is_mid_pass, cast("Any", hosted.loop.place)
+        consumed = stream.completed if is_begun else 0
+        own = None if is_of_library(type(operator).train_epoch) else f"`{type(operator).__name__}` overrides"
+        return {
+            "step": operator.global_step,
+            "pass": stream.pass_index if is_begun else hosted.loop.pass_index(stream),
+            "consumed": consumed,
+            "num_workers": hosted.world.size,
+            "attempt": [request.call, request.attempt],
+            "window": place.window,
+            "is_of_call": stream is not feed.train_stream,
+            "data": stream.source.layout(consumed, is_begun),
+            "obstacle": own and f"{own} `train_epoch`, which takes the steps itself",
+        }
+
+    def _at_boundary(self) -> None:
+        """Finish a step that all ranks have completed.
+
+        Add the step's metrics to those of the epoch, and copy the training state if a snapshot is due.
+
+        Raises:
+            HeldAtBoundary: All ranks have agreed to stop after this step.
+        """
+        loop = self._hosted.loop
+        loop.note_boundary()
+        self.meters.count_held()
+        if self.meters.has_objects:
+            self.meters.note_boundary()
+        self._ledger.commit()
+        is_due = self._copies.every is not None and self._copies.is_due(self.num_completed)
+        is_asked = self.gate.proposed is not None or self.gate.planned is not None
+        if not (is_due or is_asked):
+            return
+        if not loop.can_resume(self.stream) or self._hosted.epoch_obstacle is not None:
+            return
+        if is_due:
+            self._copies.keep(self.num_completed, self.snapshot())
+        if is_asked and self.gate.stops(self.num_completed):
+            raise HeldAtBoundary
+
+    @property
+    def can_move(self) -> bool:
+        """True if the call can continue after its last completed step in another group, or in another process."""
+        hosted = self._hosted
+        return hosted.epoch_obstacle is None and hosted.feed.obstacle_of_call(self.stream) is None
+
+    def snapshot(self) -> Capture:
+        """Copy the training state after the last completed step, with the progress and the metrics of the call."""
+        self._note_place()
+        return self._copies.inside_call(self._hosted.state, self._hosted.world.rank, self.state(with_metrics=True))
+
+    def leave_group(self) -> None:
+        """Undo the step that was interrupted, and detach the call from its stream, before it continues in a new group.
+
+        The new group divides the remaining data anew.
+        """
+        if self._hosted.loop.is_whole:  # if not, this rank will receive the training state of another rank
+            self._hosted.loop.return_to_boundary()
+        self._note_place()
+        self.detach()
+
+    def _note_place(self) -> None:
+        if self.stream is not None:
+            self.place = self._hosted.feed.place_of_call(self.stream)
+
+    def heartbeat(self) -> Heartbeat:
+        """Return this worker's progress in the call. The worker's second thread calls this method."""
+        num_samples = self._hosted.loop.num_samples(self)
+        return self._hosted.heartbeat("training", self.num_completed, num_samples, self._copies.newest)
+
+    def _end(self, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
+        """Finish the call with what `train_epoch` returned, and return this rank's answer to the driver."""
+        hosted, loop, callbacks = self._hosted, self._hosted.loop, self._hosted.operator._raysgd.callbacks
+        returned = callbacks.end_epoch(hosted.operator, returned) if callbacks.are_there else returned
+        extra = loop.extra_results()
+        extra = {**extra, "timings": self._ledger.of_call()} if request.profile else extra
+        answer = hosted.answer(returned, request, self.num_completed, extra)
+        told = answer.metrics.get(NUM_SAMPLES) if answer.metrics is not None else None
+        num_samples = int(told) if isinstance(told, int | float) and math.isfinite(told) else loop.num_samples(self)
+        heartbeat = hosted.heartbeat("between calls", num_samples=num_samples)
+        before, after = self.ledger_before, heartbeat.data
+        num_used = after.used_since(before) if before and after else 0
+        beside = {"heartbeat": heartbeat, "place": place, "joint_work": loop.joint_work, "num_used": num_used}
+        beside["weight_sums"] = hosted.weight_sums() if request.compares_ranks else None
+        answer = replace(answer, epoch_idx=self.epoch_idx, call=self.call, **beside)
+        self.finish(answer)
+        loop.end_call()
+        self._ledger.end_call()
+        return self._with_lost(answer)
+
+    def _with_lost(self, answer: EpochAnswer) -> EpochAnswer:
+        """Return this rank's answer to the driver. On rank 0, add the metrics of workers that were lost meanwhile."""
+        return answer if self._hosted.world.rank or not self.rows.lost else self.with_lost(answer)
