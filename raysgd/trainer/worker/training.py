@@ -20,10 +20,9 @@ from raysgd.trainer.messages.begun import BegunEpoch
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.messages.joint_work import JointWork
 from raysgd.trainer.messages.prediction import PredictionPlace, PredictRequest, Work, outputs_of
-from raysgd.trainer.worker.data import epoch_run
 from raysgd.trainer.worker.data.around_batch import around_batches, forget
 from raysgd.trainer.worker.data.batch_streams import redrawing
-from raysgd.trainer.worker.data.epoch_run import RunState
+from raysgd.trainer.worker.data.epoch_run import RunState, run_of
 from raysgd.trainer.worker.hosted import HostedOperator
 from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.copies import StateCopies
@@ -105,10 +104,11 @@ class ReplicaCalls:
         if share is not None:
             hosted.feed.take_share("train", request, share)
         stream = loop.stream(request)
-        self._hosted.set_timers(request.profile)
+        hosted.set_timers(request.profile)
         if self._copies.every is not None:
             self._copies.forget_call()
-        call = self._training = self._new_call(request.call, loop.pass_index(stream), request.num_steps)
+        begun = RunState(0, loop.pass_index(stream), request.num_steps, call=request.call)
+        call = self._training = self._new_call(begun)
         call.ledger_before = loop.ledger()
         return call.train_on(stream, request)
 
@@ -119,7 +119,7 @@ class ReplicaCalls:
             request: The request of the call to continue.
             share: See `train_epoch`.
         """
-        call = epoch_run.run_of(self._training, request.call)
+        call = run_of(self._training, request.call)
         # None means that this rank had not begun the call when it was interrupted.
         return self.train_epoch(request, share) if call is None else call.resume(request, share)
 
@@ -159,7 +159,7 @@ class ReplicaCalls:
 
         If this worker had not begun the call, begin it now. See `resume_left` for the arguments.
         """
-        has_begun = epoch_run.run_of(self._training, request.call) is not None
+        has_begun = run_of(self._training, request.call) is not None
         return self.resume_epoch(request, share) if has_begun else self.resume_left(begun, request, share)
 
     def capture_here(self) -> Capture:
@@ -235,7 +235,7 @@ class ReplicaCalls:
         if run is None:
             self._training = None
             return
-        own = epoch_run.run_of(self._training, run.call) or self._new_call(run.call, run.epoch_idx, run.num_requested)
+        own = run_of(self._training, run.call) or self._new_call(run)
         own.take_over(run)
         self._training = own
 
@@ -246,14 +246,14 @@ class ReplicaCalls:
             first: Progress from which the call continues.
             parts: Metrics that other ranks measured earlier in the call. This rank adds them to its own metrics.
         """
-        call = self._new_call(first.call, first.epoch_idx, first.num_requested)
+        call = self._new_call(first)
         call.count(part.metrics for part in parts)
         call.take_over(first)
         self._training = call
         return call
 
-    def _new_call(self, call: int, epoch_idx: int, num_steps: int | None) -> TrainingCall:
-        return TrainingCall(self._hosted, self._copies, self._ledger, call, epoch_idx, num_steps)
+    def _new_call(self, begun: RunState) -> TrainingCall:
+        return TrainingCall(self._hosted, self._copies, self._ledger, begun)
 
     def _settle_call(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
         """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.
@@ -277,34 +277,31 @@ class ReplicaCalls:
             request: The driver's request to validate.
             share: See `train_epoch`.
         """
-        with self._ledger.evaluating(), self._hosted.inside_epoch() if request.is_inside else nullcontext():
-            return self._validate(request, share)
-
-    def _validate(self, request: EpochRequest, share: Any) -> EpochAnswer:
         operator, loop, feed = self._hosted.operator, self._hosted.loop, self._hosted.feed
-        options = loop.validation_options(request)
-        self._hosted.set_timers(request.profile)
-        feed.take_share("validation", request, share)
-        if feed.ray_loader("validation") is not None:
-            # With Ray Data, all ranks must start from the beginning of the data together.
-            request = replace(request, starts_over=True)
-        forget(operator._raysgd)
-        with (
-            self._hosted.evaluating(),
-            feed.validating(request) as stream,
-            around_batches(operator, "validate_batch", stream.place),
-        ):
-            began_at = stream.num_steps_taken
-            batches = stream.take(request.num_steps)
-            batches = batches if request.redraw is None else redrawing(batches, request.redraw)
-            if (has_left := self._has_left) is not None:
-                batches = takewhile(lambda batch: not has_left(), batches)
-            args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
-            call = EvaluationCall(stream, began_at, request.num_steps, request.info, "validation")
-            with self._evaluating(call), self._hosted.timers.record("validation"):
-                returned = operator.validate(*args, **named)
-        answer = self._hosted.answer(returned, request, stream.num_steps_taken - began_at)
-        return replace(answer, epoch_idx=max(0, feed.epoch - 1))
+        with self._ledger.evaluating(), self._hosted.inside_epoch() if request.is_inside else nullcontext():
+            options = loop.validation_options(request)
+            self._hosted.set_timers(request.profile)
+            feed.take_share("validation", request, share)
+            if feed.ray_loader("validation") is not None:
+                # With Ray Data, all ranks must start from the beginning of the data together.
+                request = replace(request, starts_over=True)
+            forget(operator._raysgd)
+            with (
+                self._hosted.evaluating(),
+                feed.validating(request) as stream,
+                around_batches(operator, "validate_batch", stream.place),
+            ):
+                began_at = stream.num_steps_taken
+                batches = stream.take(request.num_steps)
+                batches = batches if request.redraw is None else redrawing(batches, request.redraw)
+                if (has_left := self._has_left) is not None:
+                    batches = takewhile(lambda batch: not has_left(), batches)
+                args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
+                call = EvaluationCall(stream, began_at, request.num_steps, request.info, "validation")
+                with self._evaluating(call), self._hosted.timers.record("validation"):
+                    returned = operator.validate(*args, **named)
+            answer = self._hosted.answer(returned, request, stream.num_steps_taken - began_at)
+            return replace(answer, epoch_idx=max(0, feed.epoch - 1))
 
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
         """Predict some batches of a `predict` call, which the driver sends to the workers in several rounds.
@@ -354,7 +351,9 @@ class ReplicaCalls:
         hosted, call, running = self._hosted, self._unfinished, self._running
         if call is None:
             return hosted.heartbeat("between calls" if running is None else _PHASES[running.kind])
-        return hosted.heartbeat("broken off", call.num_completed) if running is None else call.heartbeat()
+        if running is None:
+            return hosted.heartbeat("broken off", call.num_completed)
+        return hosted.heartbeat("training", call.num_completed, hosted.loop.num_samples(call), self._copies.newest)
 
     def joint_work_of(self, error: BaseException) -> JointWork | None:
         """Return the record of this rank's actions in the call, such as all-reduces, that all ranks must take in order.
@@ -367,8 +366,7 @@ class ReplicaCalls:
     def progress(self) -> CallProgress | None:
         """Return the progress of the running call, or None between calls. The worker's second thread calls this."""
         running = self._running
-        stream = None if running is None else running.stream
-        if running is None or stream is None:
+        if running is None or (stream := running.stream) is None:
             return None
         reported = self._hosted.operator._raysgd.latest_metrics
         latest = {name: as_number(value) for name, value in reported.items() if not is_weight(name)}

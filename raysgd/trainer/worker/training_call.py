@@ -6,20 +6,20 @@ After workers are lost, the call continues in the surviving workers. Each new ca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from raysgd.core.engine.shared.replica import Capture
-from raysgd.core.engine.shared.types import Heartbeat, HeldAtStep
+from raysgd.core.engine.shared.types import HeldAtStep
 from raysgd.core.numbers.meters import NUM_SAMPLES
 from raysgd.core.numbers.results import ProgressKind
 from raysgd.trainer.messages.epochs import EpochAnswer, EpochRequest, accepted
 from raysgd.trainer.worker.data.around_batch import around_batches, forget
 from raysgd.trainer.worker.data.batch_streams import WatchedBatches, redrawing
-from raysgd.trainer.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary
+from raysgd.trainer.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.rank_rows import RankRows
 from raysgd.trainer.worker.hosted import HostedOperator, is_of_library
 from raysgd.trainer.worker.ledger import Ledger
@@ -36,27 +36,18 @@ class TrainingCall(EpochRun):
         hosted: The operator to train.
         copies: Takes the snapshots inside the call.
         ledger: Records how the worker spends its time.
-        call: Number of the call.
-        epoch_idx: Index of the pass over the data in which the call starts.
-        num_steps: Number of steps to take, or None for the rest of the pass.
+        begun: Progress of the call. The new object takes over which call it is and what it was asked to do.
 
     Attributes:
         info: The `info` dictionary that is passed to the operator's `train_epoch`.
         is_running: True while `train_epoch` runs. A second thread of the worker reads this attribute.
     """
 
-    kind: ClassVar[ProgressKind] = "train"
+    kind: ProgressKind = "train"
 
-    def __init__(
-        self,
-        hosted: HostedOperator,
-        copies: StateCopies,
-        ledger: Ledger,
-        call: int,
-        epoch_idx: int,
-        num_steps: int | None,
-    ) -> None:
-        super().__init__(epoch_idx, num_steps, hosted.operator._raysgd.new_meters(), RankRows(hosted.name), call=call)
+    def __init__(self, hosted: HostedOperator, copies: StateCopies, ledger: Ledger, begun: RunState) -> None:
+        meters = hosted.operator._raysgd.new_meters()
+        super().__init__(begun.epoch_idx, begun.num_requested, meters, RankRows(hosted.name), call=begun.call)
         self._hosted, self._copies, self._ledger = hosted, copies, ledger
         self.info: Mapping[str, Any] = {}
         self.is_running = False
@@ -102,7 +93,8 @@ class TrainingCall(EpochRun):
         given = {"info": self.info, "num_steps": request.num_steps, "epoch_idx": self.epoch_idx}
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._shown())
+                self.is_running, internals.latest_metrics = True, {}
+                stack.callback(setattr, self, "is_running", False)
                 stack.enter_context(self._ledger.call(loop.first_bin))
                 stack.enter_context(hosted.training(self, stream))
                 place = internals.place = loop.place
@@ -110,11 +102,10 @@ class TrainingCall(EpochRun):
                 # The library's own `train_epoch` completes each batch's metrics. The user's `train_epoch` does not.
                 if after is not None or not is_stock:
                     stack.enter_context(around_batches(operator, "train_batch", place, after))
-                if callbacks.are_there:
-                    stack.enter_context(callbacks.listening(operator))
                 if request.profile:
                     stack.enter_context(hosted.timers.record("train_epoch"))
                 if callbacks.are_there:
+                    stack.enter_context(callbacks.listening(operator))
                     callbacks.begin_epoch(self, operator)
                     callbacks.begin_leg(operator, partial(self._where, stream, request))
                 loop.note_boundary()
@@ -137,15 +128,6 @@ class TrainingCall(EpochRun):
         if not batches.was_touched and feed.epoch == epoch_before:
             feed.begin_pass()  # count an epoch, because the user's `train_epoch` has used other data than the batches
         return self._end(returned, request, place=feed.place_of_call(stream))
-
-    @contextmanager
-    def _shown(self) -> Iterator[None]:
-        """Inside the block, make the progress of the call visible to the worker's second thread."""
-        self.is_running, self._hosted.operator._raysgd.latest_metrics = True, {}
-        try:
-            yield
-        finally:
-            self.is_running = False
 
     def _where(self, stream: Any, request: EpochRequest) -> dict[str, Any]:
         """Describe the position in the training data from which this group of workers continues the epoch.
@@ -218,11 +200,6 @@ class TrainingCall(EpochRun):
         if self.stream is not None:
             self.place = self._hosted.feed.place_of_call(self.stream)
 
-    def heartbeat(self) -> Heartbeat:
-        """Return this worker's progress in the call. The worker's second thread calls this method."""
-        num_samples = self._hosted.loop.num_samples(self)
-        return self._hosted.heartbeat("training", self.num_completed, num_samples, self._copies.newest)
-
     def _end(self, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         """Finish the call with what `train_epoch` returned, and return this rank's answer to the driver."""
         hosted, loop, callbacks = self._hosted, self._hosted.loop, self._hosted.operator._raysgd.callbacks
@@ -235,9 +212,16 @@ class TrainingCall(EpochRun):
         heartbeat = hosted.heartbeat("between calls", num_samples=num_samples)
         before, after = self.ledger_before, heartbeat.data
         num_used = after.used_since(before) if before and after else 0
-        beside = {"heartbeat": heartbeat, "place": place, "joint_work": loop.joint_work, "num_used": num_used}
-        beside["weight_sums"] = hosted.weight_sums() if request.compares_ranks else None
-        answer = replace(answer, epoch_idx=self.epoch_idx, call=self.call, **beside)
+        answer = replace(
+            answer,
+            epoch_idx=self.epoch_idx,
+            call=self.call,
+            heartbeat=heartbeat,
+            place=place,
+            joint_work=loop.joint_work,
+            num_used=num_used,
+            weight_sums=hosted.weight_sums() if request.compares_ranks else None,
+        )
         self.finish(answer)
         loop.end_call()
         self._ledger.end_call()

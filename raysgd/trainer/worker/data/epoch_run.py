@@ -174,6 +174,7 @@ class EpochRun:
         ledger_before: Record of which samples were used before the call. None if this rank joined during the call.
         call: Number of the training call, by which requests for this call are recognized.
         began_at: The stream's `num_steps_completed` when the call began, as if all its steps were of this stream.
+        stream: The stream from which the call takes its batches. None after `detach`.
     """
 
     epoch_idx: int
@@ -189,22 +190,17 @@ class EpochRun:
     ledger_before: DataLedger | None = None
     call: int = 0
     began_at: int = 0
-    _stream: Any = None
+    stream: Any = None
 
     def attach(self, stream: Any) -> None:
         """Let the rest of the call take its batches from this stream."""
         # `began_at` is set first, because another thread may read `num_completed`.
-        self.began_at, self._stream = stream.num_steps_completed - self.num_steps_before, stream
-
-    @property
-    def stream(self) -> Any:
-        """The stream from which the call takes its batches. None after `detach`."""
-        return self._stream
+        self.began_at, self.stream = stream.num_steps_completed - self.num_steps_before, stream
 
     @property
     def num_completed(self) -> int:
         """Number of steps of the call that all ranks have completed."""
-        stream = self._stream  # read only once, because another thread uses this property and `detach` may intervene
+        stream = self.stream  # read only once, because another thread uses this property and `detach` may intervene
         return self.num_steps_before if stream is None else stream.num_steps_completed - self.began_at
 
     @property
@@ -221,15 +217,15 @@ class EpochRun:
         self.gate = Gate()
         self.meters.drop_held()
         self.is_exhausted = self._has_no_step_left
-        self.num_steps_before, self._stream = self.num_completed, None
+        self.num_steps_before, self.stream = self.num_completed, None
 
     @property
     def _has_no_step_left(self) -> bool:
         if self.num_steps is not None:
             return self.num_completed >= self.num_steps
-        if self._stream is None:
+        if self.stream is None:
             return self.is_exhausted
-        return self.num_completed > 0 and not self._stream.is_mid_pass
+        return self.num_completed > 0 and not self.stream.is_mid_pass
 
     def finish(self, answer: EpochAnswer) -> None:
         """Store this rank's answer, and mark the call as finished."""
@@ -275,7 +271,7 @@ class EpochRun:
         own = state.others.get(self.rows.name)
         if own is not None and self.num_completed < state.num_steps:
             self.meters.correct(own)
-        self._stream = None
+        self.stream = None
         self.num_steps_before, self.epoch_idx = state.num_steps, state.epoch_idx
         self.is_exhausted, self.is_finished = state.is_exhausted, state.is_finished
         self.num_steps, self.place = state.num_requested, state.place
