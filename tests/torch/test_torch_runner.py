@@ -1,8 +1,8 @@
 """The replica that hosts one operator, alone and without workers.
 
 Covers `raysgd.trainer.worker.runner` with what is behind it (`raysgd.trainer.worker.hosted`,
-`raysgd.trainer.worker.training`, `raysgd.trainer.worker.state.replica_state`, `raysgd.torch.hosting.hosted`), and
-`raysgd.torch.hosting.replica_state`: a runner is one object for those that call it.
+`raysgd.trainer.worker.training`, `raysgd.trainer.worker.training_call`, `raysgd.trainer.worker.state.replica_state`,
+`raysgd.torch.hosting.hosted`), and `raysgd.torch.hosting.replica_state`: a runner is one object for those that call it.
 """
 
 from __future__ import annotations

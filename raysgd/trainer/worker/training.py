@@ -247,7 +247,9 @@ class ReplicaCalls:
             parts: Metrics that other ranks measured earlier in the call. This rank adds them to its own metrics.
         """
         call = self._new_call(first)
-        call.count(part.metrics for part in parts)
+        for part in parts:
+            if part.metrics is not None:
+                call.meters.go_on_from(part.metrics)
         call.take_over(first)
         self._training = call
         return call
@@ -277,17 +279,17 @@ class ReplicaCalls:
             request: The driver's request to validate.
             share: See `train_epoch`.
         """
-        operator, loop, feed = self._hosted.operator, self._hosted.loop, self._hosted.feed
-        with self._ledger.evaluating(), self._hosted.inside_epoch() if request.is_inside else nullcontext():
-            options = loop.validation_options(request)
-            self._hosted.set_timers(request.profile)
+        hosted, operator, feed = self._hosted, self._hosted.operator, self._hosted.feed
+        with self._ledger.evaluating(), hosted.inside_epoch() if request.is_inside else nullcontext():
+            options = hosted.loop.validation_options(request)
+            hosted.set_timers(request.profile)
             feed.take_share("validation", request, share)
             if feed.ray_loader("validation") is not None:
                 # With Ray Data, all ranks must start from the beginning of the data together.
                 request = replace(request, starts_over=True)
             forget(operator._raysgd)
             with (
-                self._hosted.evaluating(),
+                hosted.evaluating(),
                 feed.validating(request) as stream,
                 around_batches(operator, "validate_batch", stream.place),
             ):
@@ -298,9 +300,9 @@ class ReplicaCalls:
                     batches = takewhile(lambda batch: not has_left(), batches)
                 args, named = accepted(operator.validate, batches, info=dict(request.info), **options)
                 call = EvaluationCall(stream, began_at, request.num_steps, request.info, "validation")
-                with self._evaluating(call), self._hosted.timers.record("validation"):
+                with self._evaluating(call), hosted.timers.record("validation"):
                     returned = operator.validate(*args, **named)
-            answer = self._hosted.answer(returned, request, stream.num_steps_taken - began_at)
+            answer = hosted.answer(returned, request, stream.num_steps_taken - began_at)
             return replace(answer, epoch_idx=max(0, feed.epoch - 1))
 
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
@@ -318,7 +320,7 @@ class ReplicaCalls:
         hosted, operator, place = self._hosted, self._hosted.operator, PredictionPlace(request)
         call = EvaluationCall(place, 0, request.total, request.info, "predict")
         with self._ledger.evaluating():
-            self._hosted.set_timers(profile=False)
+            hosted.set_timers(profile=False)
             with self._evaluating(call), hosted.predicting():
                 batches = hosted.to_predict(request, work, share)
                 return outputs_of(operator, batches, request, place, hosted.as_array)

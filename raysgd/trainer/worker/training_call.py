@@ -36,21 +36,22 @@ class TrainingCall(EpochRun):
         hosted: The operator to train.
         copies: Takes the snapshots inside the call.
         ledger: Records how the worker spends its time.
-        begun: Progress of the call. The new object takes over which call it is and what it was asked to do.
+        begun: Tells which call this is, where it starts, and how many steps it takes. Use `take_over` to continue the
+            call after the steps that are completed there.
 
     Attributes:
-        info: The `info` dictionary that is passed to the operator's `train_epoch`.
+        info: The `info` dictionary that is passed to the operator's `train_epoch`. Set while it runs.
         is_running: True while `train_epoch` runs. A second thread of the worker reads this attribute.
     """
 
     kind: ProgressKind = "train"
+    info: Mapping[str, Any]
+    is_running = False
 
     def __init__(self, hosted: HostedOperator, copies: StateCopies, ledger: Ledger, begun: RunState) -> None:
         meters = hosted.operator._raysgd.new_meters()
         super().__init__(begun.epoch_idx, begun.num_requested, meters, RankRows(hosted.name), call=begun.call)
         self._hosted, self._copies, self._ledger = hosted, copies, ledger
-        self.info: Mapping[str, Any] = {}
-        self.is_running = False
 
     def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
         """Continue the call from the step after its last completed step, or return its answer if it is finished.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -156,9 +156,9 @@ class RunState:
 
 @dataclass
 class EpochRun:
-    """How far one training call is on this rank, and what it has measured. `TrainingCall` runs the call.
+    """How far one training call is on this rank, and what it has measured, also in later groups of workers.
 
-    The record lives from the call's first step to its answer. The group of workers may change meanwhile.
+    Its subclass `TrainingCall` runs the call. Code of the frameworks needs to know only this class.
 
     Attributes:
         epoch_idx: Index of the pass over the data in which the call started.
@@ -173,7 +173,7 @@ class EpochRun:
         gate: Agreement with the other ranks to stop the call between two steps.
         ledger_before: Record of which samples were used before the call. None if this rank joined during the call.
         call: Number of the training call, by which requests for this call are recognized.
-        began_at: The stream's `num_steps_completed` when the call began, as if all its steps were of this stream.
+        began_at: The stream's `num_steps_completed` at the start of the call, counted back over earlier streams.
         stream: The stream from which the call takes its batches. None after `detach`.
     """
 
@@ -251,12 +251,6 @@ class EpochRun:
             place=self.place,
             call=self.call,
         )
-
-    def count(self, measured: Iterable[MetricSummary | None]) -> None:
-        """Add metrics that other ranks have measured in this call to this rank's metrics."""
-        for metrics in measured:
-            if metrics is not None:
-                self.meters.go_on_from(metrics)
 
     def take_over(self, state: RunState) -> None:
         """Continue the call from another rank's progress, but keep this rank's own metrics.
