@@ -187,7 +187,7 @@ class TFHostedOperator(hosted.HostedOperator):
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         synchronizer = self.synchronizer
-        synchronizer.exchanges.ledger = self._ledger
+        synchronizer.exchanges.ledger = self.ledger
         with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring():
             try:
                 yield

@@ -112,7 +112,7 @@ class TorchHostedOperator(hosted.HostedOperator):
         self._check_data()
         recovery = settings.recovery
         copies = recovery.undo if recovery.in_place else False
-        undo = make_undo(self.operator, self.parallel, copies, world, self._ledger)
+        undo = make_undo(self.operator, self.parallel, copies, world, self.ledger)
         self.loop = StepLoop(self.operator, self.parallel, self.feed, undo)
         self.state = TorchState(self.operator, self.parallel, self.feed, self.loop.waiting_parameters)
         registered = self.internals.registered
@@ -256,7 +256,7 @@ class TorchHostedOperator(hosted.HostedOperator):
     @contextmanager
     def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self.has_trained = True
-        self.parallel.exchanges.ledger = self._ledger
+        self.parallel.exchanges.ledger = self.ledger
         if self._modes is not None or self._prediction is not None:
             self._end_evaluation()
         leg = self.loop.begin_leg(run.epoch_idx, stream.source)

@@ -46,6 +46,7 @@ class HostedOperator(ABC):
         settings: The current settings, including later changes of the config.
         world: This worker's rank and the number of workers in its group.
         feed: Provides the batches.
+        ledger: Records how the worker spends its time.
         operator: The operator, an instance of the user's class.
         loop: Framework-specific part of training calls.
         state: Reads and restores the training state.
@@ -63,7 +64,7 @@ class HostedOperator(ABC):
         self.settings, self.world, self.feed = settings, world, feed
         self.operator = None
         self.loop = Loop(feed)
-        self._ledger = ledger
+        self.ledger = ledger
         self.name, self.timers = uuid.uuid4().hex, TimerCollection()
         self.has_trained = False
 
@@ -169,7 +170,7 @@ class HostedOperator(ABC):
             time.monotonic(),
             self.loop.own_s,
             self.loop.ledger(),
-            time=self._ledger.reading(),
+            time=self.ledger.reading(),
             joint_work=self.loop.joint_work,
         )
 

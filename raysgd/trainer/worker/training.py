@@ -108,7 +108,7 @@ class ReplicaCalls:
         if self._copies.every is not None:
             self._copies.forget_call()
         begun = RunState(0, loop.pass_index(stream), request.num_steps, call=request.call)
-        call = self._training = self._new_call(begun)
+        call = self._training = TrainingCall(hosted, self._copies, begun)
         call.ledger_before = loop.ledger()
         return call.train_on(stream, request)
 
@@ -235,7 +235,7 @@ class ReplicaCalls:
         if run is None:
             self._training = None
             return
-        own = run_of(self._training, run.call) or self._new_call(run)
+        own = run_of(self._training, run.call) or TrainingCall(self._hosted, self._copies, run)
         own.take_over(run)
         self._training = own
 
@@ -246,16 +246,13 @@ class ReplicaCalls:
             first: Progress from which the call continues.
             parts: Metrics that other ranks measured earlier in the call. This rank adds them to its own metrics.
         """
-        call = self._new_call(first)
+        call = TrainingCall(self._hosted, self._copies, first)
         for part in parts:
             if part.metrics is not None:
                 call.meters.go_on_from(part.metrics)
         call.take_over(first)
         self._training = call
         return call
-
-    def _new_call(self, begun: RunState) -> TrainingCall:
-        return TrainingCall(self._hosted, self._copies, self._ledger, begun)
 
     def _settle_call(self, present: Collection[str] | None, left: Iterable[RunState]) -> None:
         """Keep the metrics of ranks that are missing from the new group of workers in which the call continues.

@@ -22,7 +22,6 @@ from raysgd.trainer.worker.data.batch_streams import WatchedBatches, redrawing
 from raysgd.trainer.worker.data.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.trainer.worker.data.rank_rows import RankRows
 from raysgd.trainer.worker.hosted import HostedOperator, is_of_library
-from raysgd.trainer.worker.ledger import Ledger
 from raysgd.trainer.worker.state.copies import StateCopies
 
 
@@ -35,7 +34,6 @@ class TrainingCall(EpochRun):
     Args:
         hosted: The operator to train.
         copies: Takes the snapshots inside the call.
-        ledger: Records how the worker spends its time.
         begun: Tells which call this is, where it starts, and how many steps it takes. Use `take_over` to continue the
             call after the steps that are completed there.
 
@@ -48,10 +46,10 @@ class TrainingCall(EpochRun):
     info: Mapping[str, Any]
     is_running = False
 
-    def __init__(self, hosted: HostedOperator, copies: StateCopies, ledger: Ledger, begun: RunState) -> None:
+    def __init__(self, hosted: HostedOperator, copies: StateCopies, begun: RunState) -> None:
         meters = hosted.operator._raysgd.new_meters()
         super().__init__(begun.epoch_idx, begun.num_requested, meters, RankRows(hosted.name), call=begun.call)
-        self._hosted, self._copies, self._ledger = hosted, copies, ledger
+        self._hosted, self._copies = hosted, copies
 
     def resume(self, request: EpochRequest, share: Any) -> EpochAnswer | HeldAtStep:
         """Continue the call from the step after its last completed step, or return its answer if it is finished.
@@ -86,7 +84,7 @@ class TrainingCall(EpochRun):
         stream.at_boundary = self._at_boundary
         coming = iter(()) if self.is_exhausted else stream.take(self.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
-        batches = WatchedBatches(self._ledger.timing(coming), stream)
+        batches = WatchedBatches(hosted.ledger.timing(coming), stream)
         internals.meters_to_fill = self.meters
         internals.lost = () if hosted.world.rank else tuple(self.rows.lost.values())
         forget(internals)
@@ -96,7 +94,7 @@ class TrainingCall(EpochRun):
             with ExitStack() as stack:
                 self.is_running, internals.latest_metrics = True, {}
                 stack.callback(setattr, self, "is_running", False)
-                stack.enter_context(self._ledger.call(loop.first_bin))
+                stack.enter_context(hosted.ledger.call(loop.first_bin))
                 stack.enter_context(hosted.training(self, stream))
                 place = internals.place = loop.place
                 after = callbacks.after_batch(operator, place) if callbacks.are_there else None
@@ -159,17 +157,17 @@ class TrainingCall(EpochRun):
         Raises:
             HeldAtBoundary: All ranks have agreed to stop after this step.
         """
-        loop = self._hosted.loop
+        hosted, loop = self._hosted, self._hosted.loop
         loop.note_boundary()
         self.meters.count_held()
         if self.meters.has_objects:
             self.meters.note_boundary()
-        self._ledger.commit()
+        hosted.ledger.commit()
         is_due = self._copies.every is not None and self._copies.is_due(self.num_completed)
         is_asked = self.gate.proposed is not None or self.gate.planned is not None
         if not (is_due or is_asked):
             return
-        if not loop.can_resume(self.stream) or self._hosted.epoch_obstacle is not None:
+        if not loop.can_resume(self.stream) or hosted.epoch_obstacle is not None:
             return
         if is_due:
             self._copies.keep(self.num_completed, self.snapshot())
@@ -206,7 +204,7 @@ class TrainingCall(EpochRun):
         hosted, loop, callbacks = self._hosted, self._hosted.loop, self._hosted.operator._raysgd.callbacks
         returned = callbacks.end_epoch(hosted.operator, returned) if callbacks.are_there else returned
         extra = loop.extra_results()
-        extra = {**extra, "timings": self._ledger.of_call()} if request.profile else extra
+        extra = {**extra, "timings": hosted.ledger.of_call()} if request.profile else extra
         answer = hosted.answer(returned, request, self.num_completed, extra)
         told = answer.metrics.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) and math.isfinite(told) else loop.num_samples(self)
@@ -223,9 +221,9 @@ class TrainingCall(EpochRun):
             num_used=num_used,
             weight_sums=hosted.weight_sums() if request.compares_ranks else None,
         )
-        self.finish(answer)
+        self.answer, self.is_finished = answer, True
         loop.end_call()
-        self._ledger.end_call()
+        hosted.ledger.end_call()
         return self._with_lost(answer)
 
     def _with_lost(self, answer: EpochAnswer) -> EpochAnswer:

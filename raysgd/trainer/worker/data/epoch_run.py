@@ -227,10 +227,6 @@ class EpochRun:
             return self.is_exhausted
         return self.num_completed > 0 and not self.stream.is_mid_pass
 
-    def finish(self, answer: EpochAnswer) -> None:
-        """Store this rank's answer, and mark the call as finished."""
-        self.answer, self.is_finished = answer, True
-
     def state(self, with_metrics: bool) -> RunState:
         """Return a record of the call's progress, from which another rank or a later process can continue the call.
 

@@ -285,9 +285,8 @@ def test_what_was_measured_travels_only_when_asked_for_and_stays_where_it_was_me
 
 
 def test_a_run_that_is_taken_over_again_forgets_its_own_answer() -> None:
-    run, answer = a_run(8), EpochAnswer(None, None, 8)
-    run.finish(answer)
-    assert (run.answer, run.is_finished) == (answer, True)
+    run = a_run(8)
+    run.answer, run.is_finished = EpochAnswer(None, None, 8), True
     run.take_over(RunState(5, 2, 8))
     assert (run.answer, run.is_finished, run.num_steps_left) == (None, False, 3)
     run.take_over(RunState(8, 2, 8, is_exhausted=True, is_finished=True))
