@@ -589,9 +589,7 @@ class ClassTrainer(ABC, Generic[AnyOperatorT]):
 
         Return an object that tells when the file is complete. Return None if the file is complete already.
         """
-        self._saves.submitted = None
-        self.save(checkpoint, blocking=False)
-        return self._saves.submitted
+        return self._saves.submitted_by(partial(self.save, checkpoint, blocking=False))
 
     @abstractmethod
     def _save_snapshot(self, checkpoint: str, snapshot: Snapshot) -> None:
