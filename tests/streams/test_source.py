@@ -200,4 +200,4 @@ def test_a_damaged_position_is_refused(change: dict[str, Any], caplog: pytest.Lo
         source.load_state({**state, **change})
     source.load_state({**state, "lanes": [[1, 0, 0, 0]] * 64})
     assert not list(source.open(0, 16))
-    assert "epoch 1 was to continue after 16 rows, and has none left" in caplog.text
+    assert "epoch 1 should continue after 16 rows, but no rows are left" in caplog.text
