@@ -117,7 +117,7 @@ def _experiment(folder: Folder, names: set[str], now: float) -> str:
     trial = note.get("trial")
     if isinstance(trial, str) and trial in names:
         return _trial(folder / trial, note, now)
-    return _shown(folder, "fit()", "unknown: `run.json` is damaged, or names a folder that does not exist")
+    return _shown(folder, "fit()", "unknown: `run.json` is damaged, or names a missing folder")
 
 
 def _trial(folder: Folder, note: Mapping[str, Any], now: float) -> str:

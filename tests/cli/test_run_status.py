@@ -87,7 +87,7 @@ class TestARunOfFitInTheStyleOfAir:
     @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"trial": 3}', '{"trial": "../.."}', "[" * 100_000])
     def test_a_damaged_note_is_no_traceback(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "run.json").write_text(content)
-        assert "`run.json` is damaged, or names a folder that does not exist" in status_of(tmp_path)
+        assert "`run.json` is damaged, or names a missing folder" in status_of(tmp_path)
 
     def test_numbers_out_of_range_are_shown_anyway(self, tmp_path: Path) -> None:
         write_lines(

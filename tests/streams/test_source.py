@@ -150,7 +150,7 @@ def test_a_position_in_another_stream_is_refused_with_what_differs_and_a_way_out
     stream = MadeStream([10, 20])
     source = source_of(data_of(stream.shuffle(80).batch(4)))
     state = json.loads(json.dumps({"consumed": 8, "is_mid_pass": True, **source.state(8, True)}))
-    way_out = r".* or leave it out and begin an epoch, with `load\(path, parts="
+    way_out = r".* load the state without its position, with `load\(path, parts="
     for other, words in (
         (MadeStream([10, 21]).shuffle(80), r"other data \(digest of names, lengths and versions of shards '"),
         (MadeStream([10, 20, 1]).shuffle(80), r"number of shards 2, now 3; digest"),
