@@ -4,15 +4,17 @@
 
 One worker in this process takes steps of a tiny model, so that a step is nearly all Python. Epochs take turns: with
 the place where callbacks hook into the step taken out (the floor), without callbacks, with a `WorkerCallback` that
-does nothing before and after each step, and with a `Callback` in the driver that does nothing around each epoch. The
-cost is the median over epochs of what a step takes longer than in the epoch of the floor beside it, in seconds of the
-processor. The goodput ledger is measured in the same way, against epochs without it.
+does nothing before and after each step, with a `Callback` in the driver that does nothing around each epoch, and with
+the journal of each step that `fit(folder=...)` keeps, opening and closing it included. The cost is the median over
+epochs of what a step takes longer than in the epoch of the floor beside it, in seconds of the processor. The goodput
+ledger is measured in the same way, against epochs without it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,7 +29,7 @@ from raysgd.trainer.worker.ledger import Ledger
 
 NUM_STEPS, SMOKE_NUM_STEPS = 1000, 20
 NUM_EPOCHS, SMOKE_NUM_EPOCHS = 15, 2
-FIGURES = {"none": "none_us", "worker": "worker_callback_us", "driver": "driver_callback_us"}
+FIGURES = {"none": "none_us", "worker": "worker_callback_us", "driver": "driver_callback_us", "journal": "journal_us"}
 LEDGER = "ledger_us"
 
 
@@ -87,13 +89,17 @@ def _put_back(operator: Any) -> None:
 def step_us(num_steps: int, num_epochs: int) -> dict[str, list[float]]:
     """Microseconds of a step in each epoch, by what runs beside it."""
     found: dict[str, list[float]] = {name: [] for name in ("floor", "no ledger", *FIGURES)}
-    with TorchTrainer(training_operator_cls=Tiny, config={"num_steps": num_steps}, use_local=True) as trainer:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        TorchTrainer(training_operator_cls=Tiny, config={"num_steps": num_steps}, use_local=True) as trainer,
+    ):
         epochs: dict[str, Callable[[], Any]] = {
             "floor": lambda: trainer.fit(1),
             "no ledger": lambda: trainer.fit(1),
             "none": lambda: trainer.fit(1),
             "worker": lambda: trainer.fit(1, callbacks=[InWorker()]),
             "driver": lambda: trainer.fit(1, callbacks=[InDriver()]),
+            "journal": lambda: trainer.fit(1, folder=folder),
         }
         for number, (name, fit) in itertools.product(range(num_epochs + 1), epochs.items()):
             trainer.apply_all_operators(_take_out if name == "floor" else _put_back)
@@ -135,6 +141,7 @@ def main() -> None:
         [
             Target("no callbacks, us in each step", 5.0, True, medians["none"]),
             Target("the ledger, us in each step", 10.0, True, ledger.median),
+            Target("the journal, us in each step", 50.0, True, medians["journal"]),
             Target("a worker callback that does nothing, us in each step", 20.0, True, medians["worker"]),
         ]
     )
