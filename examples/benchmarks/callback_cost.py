@@ -1,12 +1,12 @@
-"""What callbacks cost in each step: with none, and with one in the worker that does nothing.
+"""The cost of callbacks in each step: without callbacks, and with a worker callback that does nothing.
 
     python examples/benchmarks/callback_cost.py [--smoke-test] [--repetitions 5]
 
 One worker in this process takes steps of a tiny model, so that a step is nearly all Python. Epochs take turns: with
-the place where callbacks hook into the step taken out (the floor), without callbacks, with a `WorkerCallback` that
-does nothing before and after each step, and with a `Callback` in the driver that does nothing around each epoch. The
-cost is the median over epochs of what a step takes longer than in the epoch of the floor beside it, in seconds of the
-processor. The goodput ledger is measured in the same way, against epochs without it.
+the callback hooks removed (the floor), without callbacks, with a `WorkerCallback` that does nothing before and after
+each step, and with a `Callback` in the driver that does nothing before and after each epoch. The cost is the median
+over epochs of how much longer a step takes than in the neighboring epoch of the floor, in processor seconds. The
+goodput ledger is measured in the same way, against epochs without it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEDGER = "ledger_us"
 
 
 class Tiny(TrainingOperator):
-    """A model of two numbers."""
+    """A model with two numbers."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = torch.nn.Linear(1, 1)
@@ -44,7 +44,7 @@ class Tiny(TrainingOperator):
 
 
 class InWorker(WorkerCallback):
-    """Overrides what is called in every step, and does nothing."""
+    """Overrides the methods that are called in every step, and does nothing."""
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None: ...
 
@@ -52,7 +52,7 @@ class InWorker(WorkerCallback):
 
 
 class InDriver(Callback):
-    """Overrides what is called for every epoch, and does nothing."""
+    """Overrides the methods that are called in every epoch, and does nothing."""
 
     def on_epoch_begin(self, run: Run) -> None: ...
 
@@ -60,7 +60,7 @@ class InDriver(Callback):
 
 
 class NoLedger(Ledger):
-    """Books nothing while a training call runs."""
+    """Records nothing while a training call runs."""
 
     def enter(self, name: str) -> None: ...
 
@@ -85,7 +85,7 @@ def _put_back(operator: Any) -> None:
 
 
 def step_us(num_steps: int, num_epochs: int) -> dict[str, list[float]]:
-    """Microseconds of a step in each epoch, by what runs beside it."""
+    """Return the microseconds of a step in each epoch, by contender."""
     found: dict[str, list[float]] = {name: [] for name in ("floor", "no ledger", *FIGURES)}
     with TorchTrainer(training_operator_cls=Tiny, config={"num_steps": num_steps}, use_local=True) as trainer:
         epochs: dict[str, Callable[[], Any]] = {
